@@ -38,7 +38,7 @@ from pyro_symmetric.models import (
 )
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Shapes, Weights
+from pyro_symmetric.weights import Shapes, Weights, map_values
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (parameters, buffers, inputs, targets) of one network -> its loss
@@ -182,7 +182,7 @@ def ensemble(
         .tolist(),
         "seconds": time.perf_counter() - start_time,
     }
-    members = {site: value[finite][None] for site, value in samples.items()}
+    members = map_values(lambda value: value[finite][None], samples)
     return Posterior(
         members, {"loss": losses[finite][None]}, metadata, kind="independent"
     )
@@ -317,7 +317,7 @@ def _train(
         }
         members = {**objective.constrain(unconstrained), **statistics}
     return (
-        {site: value.detach().cpu() for site, value in members.items()},
+        map_values(lambda value: value.detach().cpu(), members),
         final.cpu(),
         torch.stack(epoch_losses),
     )
@@ -398,9 +398,7 @@ def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective
     def loss(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
 
-    transforms = {
-        site: biject_to(prior.support) for site, prior in model.priors().items()
-    }
+    transforms = map_values(lambda prior: biject_to(prior.support), model.priors())
     fresh = functools.partial(fresh_members, model)
     return Objective(model.net, False, loss, x, y, model.site_shapes, transforms, fresh)
 

@@ -37,7 +37,12 @@ from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors, Weights, require_sites
+from pyro_symmetric.weights import (
+    Tensors,
+    Weights,
+    require_sites,
+    select_rows,
+)
 
 __all__ = ["HMC", "MCMC", "NUTS"]
 
@@ -148,7 +153,7 @@ class MCMC:
         params = {site: transforms[site].inv(value) for site, value in weights.items()}
         for chain in range(self.num_chains):
             title = f"{stage} [{chain}]" if self.num_chains > 1 else stage
-            of_chain = {site: value[chain] for site, value in params.items()}
+            of_chain = select_rows(params, chain)
             self.hook_fn(self.kernel, of_chain, title, iteration)  # type: ignore[misc]
 
     @property

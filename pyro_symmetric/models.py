@@ -295,10 +295,9 @@ class BayesianModel(nn.Module):
             statistics, in place of the network's.
         :param chunk_size: number of weights to evaluate at once; ``None`` for all.
         """
-        shapes = {
-            name: parameter.shape
-            for name, parameter in self._parameters_of_net().items()
-        }
+        shapes = map_values(
+            lambda parameter: parameter.shape, self._parameters_of_net()
+        )
         require_sites(weights, shapes)
         shapes |= {
             name: buffer.shape
@@ -369,9 +368,7 @@ class BayesianModel(nn.Module):
         """
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x)
-        latents = {
-            name: value.to(x.device) for name, value in self._latents(weights).items()
-        }
+        latents = map_values(lambda value: value.to(x.device), self._latents(weights))
         targets = self._targets(x, y)
         # vmap can't trace the validation in a user-defined likelihood.
         unvalidated = not validate and type(self.likelihood) not in (
@@ -685,7 +682,7 @@ def _tempered(
     prior = replace(
         prior,
         scale=root * prior.scale,
-        scales={name: root * s for name, s in prior.scales.items()},
+        scales=map_values(lambda s: root * s, prior.scales),
     )
     if isinstance(likelihood, GaussianLikelihood):
         likelihood = replace(likelihood, prior_scale=root * likelihood.prior_scale)

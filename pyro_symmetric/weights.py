@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.distributions import Delta, SineBivariateVonMises, SineSkewed
@@ -47,6 +47,26 @@ Weights = dict[str, Tensor]
 ByName = dict[str, Tensor]  # numbers that are no weights
 Tensors = Mapping[str, Tensor]  # either, read only
 Shapes = Mapping[str, torch.Size]
+Name = TypeVar("Name")
+Before = TypeVar("Before")
+After = TypeVar("After")
+
+
+def map_values(
+    change: Callable[[Before], After], named: Mapping[Name, Before]
+) -> dict[Name, After]:
+    """Change each value of a dictionary.
+
+    >>> from pyro_symmetric.weights import map_values
+    >>> map_values(len, {"a": "word", "b": "letters"})
+    {'a': 4, 'b': 7}
+    """
+    return {name: change(value) for name, value in named.items()}
+
+
+def select_rows(named: Mapping[Name, Any], rows: Any) -> dict[Name, Any]:
+    """Select an entry or some along the first axis of each value."""
+    return {name: value[rows] for name, value in named.items()}
 
 
 def shapes_of(
@@ -89,7 +109,7 @@ def batch_shape(
     if len(set(batch_shapes.values())) > 1:
         raise ValueError(
             f"{name} must have one batch shape, but they have "
-            f"{ ({s: tuple(b) for s, b in batch_shapes.items()}) }"
+            f"{(map_values(tuple, batch_shapes))}"
         )
     if not batch_shapes:
         raise ValueError(
@@ -205,9 +225,7 @@ class Layout:
         transforms: Mapping[str, Transform] | None = None,
     ):
         given = transforms or {}
-        self.site_shapes = {
-            site: torch.Size(shape) for site, shape in site_shapes.items()
-        }
+        self.site_shapes = map_values(torch.Size, site_shapes)
         self.transforms: dict[str, Transform] = {
             site: given.get(site, identity_transform) for site in site_shapes
         }

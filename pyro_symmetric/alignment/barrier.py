@@ -39,7 +39,7 @@ from pyro_symmetric.alignment.moments import (
 )
 from pyro_symmetric.arguments import Json, described
 from pyro_symmetric.models import BayesianModel, require_targets
-from pyro_symmetric.weights import ByName, Weights, require_finite
+from pyro_symmetric.weights import ByName, Weights, map_values, require_finite
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
@@ -90,8 +90,7 @@ class BarrierCurve:
     def to_dict(self) -> Json:
         """Return the curve as JSON."""
         losses, metrics = (
-            {name: value.tolist() for name, value in v.items()}
-            for v in (self.losses, self.metrics)
+            map_values(Tensor.tolist, v) for v in (self.losses, self.metrics)
         )
         return {
             "t": self.t.tolist(),

@@ -66,7 +66,7 @@ from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors
+from pyro_symmetric.weights import Tensors, map_values
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -243,7 +243,7 @@ def align_many(
     every = moments_of(list(given.values()), sites, group, COSTS[objective])
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # spreads are differences of squares
-        moments = {site: value.double() for site, value in moments.items()}
+        moments = map_values(Tensor.double, moments)
     scales = evening(group, moments).of_source
     even = (
         {s: act(scales, s, v) for s, v in moments.items()}
@@ -343,9 +343,7 @@ class _Rounds:
         together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
         self._chunks = torch.arange(self._count, device="cpu").split(together)
         self._moments = moments
-        self._source = {
-            site: self._cost.of_source(value) for site, value in moments.items()
-        }
+        self._source = map_values(self._cost.of_source, moments)
         self._present = dict(self._source)
         self.given = float(self.costs().mean())
 
@@ -407,7 +405,7 @@ class _Rounds:
         ``(S,)``.
         """
         centre = self._centre(
-            {site: value.sum(1, keepdim=True) for site, value in self._present.items()},
+            map_values(lambda value: value.sum(1, keepdim=True), self._present),
             self._count,
         )
         parts = (
@@ -429,7 +427,7 @@ class _Rounds:
         if not self._group.names("rotate"):
             return element
         self.place(element)
-        mean = {site: value[0].mean(0) for site, value in self._present.items()}
+        mean = map_values(lambda value: value[0].mean(0), self._present)
         turn = principal_axes(mean, self._group.rotations)
         return turn.within(self._group) @ element
 
@@ -439,9 +437,7 @@ class _Rounds:
 
         :param fresh: whether to try a forward start besides the present element.
         """
-        total = {
-            site: value.sum(1, keepdim=True) for site, value in self._present.items()
-        }
+        total = map_values(lambda value: value.sum(1, keepdim=True), self._present)
         singles = torch.randperm(self._count, device="cpu").split(1)
         for rows in singles if alone else self._chunks:
             rest = (
@@ -462,14 +458,14 @@ class _Rounds:
         return element
 
     def _descent(self, reference: Moments, rows: Tensor) -> Descent:
-        source = {site: value[:, rows] for site, value in self._source.items()}
+        source = map_values(lambda value: value[:, rows], self._source)
         return Descent(self._group, self._cost, reference, source, 0.1 * TOLERANCE)
 
     def _centre(self, total: Moments, count: int) -> Moments:
         """Return the best reference for ``count`` members, by the sum of their
         features.
         """
-        return {site: self._cost.centre(value / count) for site, value in total.items()}
+        return map_values(lambda value: self._cost.centre(value / count), total)
 
 
 # input and output ---------------------------------------------------------------------
@@ -506,9 +502,7 @@ def _as_given(sources: Any, element: Element) -> Any:
             | element({site: value for site, value in own.items() if site not in held})
             for own in (sources.loc, sources.scale)
         )
-        return GaussianWeights(
-            loc, {site: value.abs() for site, value in scale.items()}, sources.supports
-        )
+        return GaussianWeights(loc, map_values(Tensor.abs, scale), sources.supports)
     members = []
     for k, own in enumerate(sources):
         weights = plain(own)

@@ -59,7 +59,15 @@ from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
 from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Shapes, Tensors, Weights, batch_shape, require_finite
+from pyro_symmetric.weights import (
+    Shapes,
+    Tensors,
+    Weights,
+    batch_shape,
+    map_values,
+    require_finite,
+    select_rows,
+)
 
 Moments = dict[str, Tensor]
 
@@ -183,7 +191,7 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     loc, scale, supports = _read(plain(weights), name)
     return GaussianWeights(
         loc,
-        scale or {site: torch.zeros_like(value) for site, value in loc.items()},
+        scale or map_values(torch.zeros_like, loc),
         supports,
     )
 
@@ -199,8 +207,7 @@ def on_host(
         (value.device for value in gaussian.loc.values()), torch.device("cpu")
     )
     loc, scale = (
-        {site: value.cpu() for site, value in part.items()}
-        for part in (gaussian.loc, gaussian.scale)
+        map_values(Tensor.cpu, part) for part in (gaussian.loc, gaussian.scale)
     )
     return GaussianWeights(loc, scale, gaussian.supports), device
 
@@ -230,11 +237,11 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
     if isinstance(weights, Posterior):
         flat = weights.get_samples()
         require_finite(flat, name)
-        spread = {site: value.std(0, correction=0) for site, value in flat.items()}
-        return {site: value.mean(0) for site, value in flat.items()}, spread, {}
+        spread = map_values(lambda value: value.std(0, correction=0), flat)
+        return map_values(lambda value: value.mean(0), flat), spread, {}
     if isinstance(weights, Mapping):
         arguments.weights(name, weights)
-        return {site: value.detach() for site, value in weights.items()}, {}, {}
+        return map_values(Tensor.detach, weights), {}, {}
     by_site = hasattr(weights, "_get_loc_and_scale")
     if not by_site and not (
         hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")
@@ -264,10 +271,8 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
         ]
         moments = {site: (both[0][site], both[1][site]) for site in sites}
     # Cloned, as later training steps change the guide's parameters in place.
-    loc, scale = (
-        {site: pair[k].detach().clone() for site, pair in moments.items()}
-        for k in (0, 1)
-    )
+    loc = map_values(lambda pair: pair[0].detach().clone(), moments)
+    scale = map_values(lambda pair: pair[1].detach().clone(), moments)
     return (
         loc,
         scale,
@@ -308,8 +313,7 @@ def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
     sites, shapes and supports.
     """
     shapes = [
-        {site: tuple(value.shape) for site, value in end.loc.items()}
-        for end in (first, second)
+        map_values(lambda value: tuple(value.shape), end.loc) for end in (first, second)
     ]
     if shapes[0] != shapes[1]:
         odd = sorted(
@@ -643,11 +647,10 @@ def shown_by(
     of_reference = _layer_inputs(net, inputs, reference, group)
     count = len(next(iter(sources.values())))
     of_sources = [
-        _layer_inputs(net, inputs, {s: v[k] for s, v in sources.items()}, group)
-        for k in range(count)
+        _layer_inputs(net, inputs, select_rows(sources, k), group) for k in range(count)
     ]
     shown = _on_inputs(
-        group.finite, {site: value.shape for site, value in of_reference.items()}
+        group.finite, map_values(lambda value: value.shape, of_reference)
     )
     if not shown.units:
         raise ValueError(

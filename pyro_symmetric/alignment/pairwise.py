@@ -51,7 +51,7 @@ from pyro_symmetric.alignment.moments import (
 from pyro_symmetric.alignment.scale_fit import Evening, evening, fitted
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups import Element, Group, group_of
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, map_values
 
 # The most rounds of fitting scales and matching again, and the relative gain that a
 # further round needs.
@@ -303,4 +303,4 @@ def _acted(element: Element, moments: Moments) -> Moments:
 
 
 def _features(cost: Cost, moments: Moments) -> Moments:
-    return {site: cost.of_source(value) for site, value in moments.items()}
+    return map_values(cost.of_source, moments)

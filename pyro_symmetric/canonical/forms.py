@@ -43,7 +43,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import Element, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors, Weights, require_finite
+from pyro_symmetric.weights import Tensors, Weights, map_values, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
@@ -268,7 +268,7 @@ def doubtful_axes(draws: Tensors, group: Group) -> list[str]:
     doubtful = []
     batch = group.batch_shape(draws)
     flat = {s: draws[s].double().flatten(0, len(batch) - 1) for s in group.sites}
-    mean = {site: value.mean(0) for site, value in flat.items()}
+    mean = map_values(lambda value: value.mean(0), flat)
     viewed = group.viewed(mean)
     for name in group.names("rotate") if batch else ():
         one = group[name]

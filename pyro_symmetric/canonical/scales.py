@@ -46,8 +46,10 @@ from pyro_symmetric.weights import (
     ByName,
     Tensors,
     Weights,
+    map_values,
     require_finite,
     require_sites,
+    select_rows,
 )
 
 STEPS = 500
@@ -195,7 +197,7 @@ def minimal_mass(
         // max(1, sum(math.prod(value.shape[1:]) for value in flat.values())),
     )
     parts = [
-        _minimum({site: value[i : i + size] for site, value in flat.items()}, group)
+        _minimum(select_rows(flat, slice(i, i + size)), group)
         for i in range(0, max(shape.numel(), 1), size)
     ]
     mass, before, u, pinned, imbalance = (
@@ -228,9 +230,7 @@ def _minimum(
     """Return mass, mass before, log-scales, pinned units and imbalance of weights of
     the view, ``(samples, ...)``.
     """
-    whole = Mass(
-        group, {site: value.double().square() for site, value in weights.items()}
-    )
+    whole = Mass(group, map_values(lambda value: value.double().square(), weights))
     free = whole.bounded()
     left = whole.without(~free)
     u, imbalance = left.minimise(free)
@@ -469,10 +469,8 @@ def evened(group: Group, weights: Tensors, free: Tensor) -> Tensor:
     :param weights: sites of the view, ``(samples, *view_shape)``.
     :param free: bool ``(samples, units)``; the others stay at zero.
     """
-    squares = {site: value.double().square() for site, value in weights.items()}
-    counts = Mass(
-        group, {site: (value > 0).double() for site, value in squares.items()}
-    )
+    squares = map_values(lambda value: value.double().square(), weights)
+    counts = Mass(group, map_values(lambda value: (value > 0).double(), squares))
     return Mass(group, squares).minimise(free, counts)[0]
 
 

@@ -41,7 +41,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare.draws import PairedSamples, thinned
 from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
 from pyro_symmetric.posterior.posterior import Draws
-from pyro_symmetric.weights import Weights, unflatten
+from pyro_symmetric.weights import Weights, map_values, unflatten
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance: the least that a grid covers
@@ -199,7 +199,7 @@ def mmd_test(
     against = f"{m:,} samples against {n:,}, p-value {p_value:.2g}"
     verdict = f"no difference detected at level {level:g} ({against})"
     if p_value <= level:
-        p_values = {layer: part["p_value"] for layer, part in parts.items()}
+        p_values = map_values(lambda part: part["p_value"], parts)
         rejected = sum(p <= level for p in p_values.values())
         worst = min(p_values, key=p_values.__getitem__)
         verdict = f"different at level {level:g} ({against}): {rejected} of {len(parts)} layers, most clearly {worst!r}"

@@ -19,7 +19,12 @@ from pyro_symmetric.posterior.statistics import (
     copied_chains,
     evenly_spaced,
 )
-from pyro_symmetric.weights import Tensors, is_running_statistic, require_finite
+from pyro_symmetric.weights import (
+    Tensors,
+    is_running_statistic,
+    require_finite,
+    select_rows,
+)
 
 SIDES = ("weights_p", "weights_q")
 
@@ -189,5 +194,5 @@ def thinned(weights: Draws, name: str = "weights") -> Posterior:
             "more chains"
         )
     keep = slice(None) if count == total else evenly_spaced(total, count)
-    kept = {site: value[keep] for site, value in weights.get_samples().items()}
+    kept = select_rows(weights.get_samples(), keep)
     return Posterior.from_samples(kept, kind="independent")

@@ -43,7 +43,7 @@ from pyro_symmetric.posterior.posterior import (
     chains_of,
     samples_of,
 )
-from pyro_symmetric.weights import Tensors, Weights
+from pyro_symmetric.weights import Tensors, Weights, map_values, select_rows
 
 SEED = 0  # of the alignment, so that a frame is a function of the draws
 
@@ -149,10 +149,8 @@ def pooled_frame(
         },
         symmetry,
     )
-    parts = {site: value.split(sizes) for site, value in moved.items()}
-    return [
-        {site: part[i] for site, part in parts.items()} for i in range(len(samples))
-    ]
+    parts = map_values(lambda value: value.split(sizes), moved)
+    return [select_rows(parts, i) for i in range(len(samples))]
 
 
 def summary(
@@ -259,7 +257,7 @@ def _group_on(symmetry: Symmetry | Group, weights: Tensors) -> Group:
 
 
 def _select(weights: Tensors, rows: Tensor) -> Weights:
-    return {site: value[rows.to(value.device)] for site, value in weights.items()}
+    return map_values(lambda value: value[rows.to(value.device)], weights)
 
 
 def _moved(frame: Frame, modulo: str) -> str:

@@ -28,7 +28,7 @@ from pyro_symmetric.models import (
     GaussianLikelihood,
     over_weights,
 )
-from pyro_symmetric.weights import Layout, Weights
+from pyro_symmetric.weights import Layout, Weights, map_values, select_rows
 
 Evaluation = tuple[Tensor, Tensor]
 Evaluate = Callable[..., Evaluation]
@@ -105,10 +105,7 @@ def in_chunks(
     if size is None or len(z) <= size:
         return evaluate(z, rows)
     cuts = [slice(start, start + size) for start in range(0, len(z), size)]
-    parts = [
-        evaluate(z[cut], rows and {name: index[cut] for name, index in rows.items()})
-        for cut in cuts
-    ]
+    parts = [evaluate(z[cut], rows and select_rows(rows, cut)) for cut in cuts]
     energy, gradient = (torch.cat(values) for values in zip(*parts, strict=True))
     return energy, gradient
 
@@ -291,7 +288,7 @@ class NetworkTarget:
 
     def prior_weights(self, num_chains: int) -> Weights:
         """Draw weights of batch shape ``(C,)`` from the prior."""
-        return {name: prior.sample((num_chains,)) for name, prior in self.sites.items()}
+        return map_values(lambda prior: prior.sample((num_chains,)), self.sites)
 
     def __repr__(self) -> str:
         return repr(self.model)
@@ -332,7 +329,7 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         # Other likelihoods may have outputs and targets of any shape.
         with forked(0), running_pyro(), torch.no_grad():
             priors = model.likelihood.latents(outputs)
-            latents = {name: prior.sample() for name, prior in priors.items()}
+            latents = map_values(lambda prior: prior.sample(), priors)
             distribution = model.likelihood.distribution(outputs, latents)
         require_possible_targets(distribution, model.likelihood.targets(y))
         return

@@ -58,7 +58,13 @@ from pyro_symmetric.density.site_checks import (
     require_possible_data,
     seen_through,
 )
-from pyro_symmetric.weights import Shapes, Tensors, Weights, transform_of
+from pyro_symmetric.weights import (
+    Shapes,
+    Tensors,
+    Weights,
+    select_rows,
+    transform_of,
+)
 
 LAYOUT_RUNS = 10  # runs of a model whose sites, shapes and supports must agree
 # draws of the discrete sites for which the enumerated model must agree with the model
@@ -108,8 +114,7 @@ class Traced:
                 return torch.func.vmap(function, randomness=randomness)(*batches)
             count = len(tree_leaves(batches)[0])
             results = [
-                function(*({n: value[s] for n, value in b.items()} for b in batches))
-                for s in range(count)
+                function(*(select_rows(b, s) for b in batches)) for s in range(count)
             ]
             return tree_map(lambda *leaves: torch.stack(leaves), *results)
 

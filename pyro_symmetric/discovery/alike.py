@@ -41,7 +41,7 @@ from pyro_symmetric.discovery.registry import (
     salt_of,
 )
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.weights import Tensors, Weights
+from pyro_symmetric.weights import Tensors, Weights, map_values
 
 POINTS = 3  # at which gradients are compared
 SAME = 1e-7  # relative to the largest gradient of a tensor: a difference by rounding
@@ -183,7 +183,7 @@ def _gradient(
         for gradient in gradients(outputs, differentiable, 1, generator):
             for site, value in gradient.items():
                 total[site] = total[site] + value if site in total else value
-    return {site: value.detach().cpu() for site, value in total.items()}
+    return map_values(lambda value: value.detach().cpu(), total)
 
 
 class _Uncentred(TorchFunctionMode):

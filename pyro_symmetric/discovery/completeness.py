@@ -23,7 +23,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, ne
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, map_values
 
 # points at most, and weights at most: time grows with their cube
 POINTS = 5
@@ -136,7 +136,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     """
     size = sum(value.numel() for value in weights.values())
     rows = []
-    leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
+    leaves = map_values(lambda value: value.clone().requires_grad_(), weights)
     needed = size + size // 4 + 64
     for draw in range(10 + needed):
         inputs = [_like(value, SIZES[draw % len(SIZES)]) for value in run.trace.tensors]

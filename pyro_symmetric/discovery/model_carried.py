@@ -26,6 +26,7 @@ from pyro_symmetric.posterior.posterior import (
     Symmetries,
     register_symmetries,
 )
+from pyro_symmetric.weights import map_values
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
@@ -92,7 +93,7 @@ def _shapes_of(draws: Any) -> dict[str, torch.Size]:
     if isinstance(draws, Posterior):
         return draws.site_shapes
     if isinstance(draws, Mapping):
-        return {site: value.shape[1:] for site, value in draws.items()}
+        return map_values(lambda value: value.shape[1:], draws)
     return {}
 
 

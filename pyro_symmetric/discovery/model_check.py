@@ -33,7 +33,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import Shapes, Weights
+from pyro_symmetric.weights import Shapes, Weights, map_values, select_rows
 
 POSTERIOR_DRAWS = 4
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
@@ -176,8 +176,8 @@ def check_function(
         return Change(size > tolerance, size)
 
     before = values(draws)
-    compared = {site: value[:COMPARED] for site, value in draws.items()}
-    digits = {site: torch.finfo(value.dtype).eps for site, value in draws.items()}
+    compared = select_rows(draws, slice(COMPARED))
+    digits = map_values(lambda value: torch.finfo(value.dtype).eps, draws)
     nearby = {
         site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2))
         for site, v in draws.items()
@@ -192,7 +192,7 @@ def check_function(
         ]
     )
     tolerance = NATS + NOISE * float(torch.where(noise.isfinite(), noise, 0.0).amax())
-    shapes = {site: value.shape[1:] for site, value in draws.items()}
+    shapes = map_values(lambda value: value.shape[1:], draws)
     return _verified("the log-density", group, change, shapes, tolerance)
 
 

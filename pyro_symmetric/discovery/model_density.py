@@ -24,7 +24,7 @@ from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import Weights, transform_of
+from pyro_symmetric.weights import Weights, map_values, select_rows, transform_of
 
 CHUNK = 512  # points evaluated at once
 SCALES = (1.0, 0.5, 3.0)  # of unconstrained points: near, nearer and beyond a clamp
@@ -84,7 +84,7 @@ class ModelDensity:
 
     def _prepare(self) -> None:
         example = self.target.prior_weights(1)
-        self.shapes = {site: value.shape[1:] for site, value in example.items()}
+        self.shapes = map_values(lambda value: value.shape[1:], example)
         self.device = next(iter(example.values())).device
         self.rows = dict[str, Tensor]()
         for plate, (full, size) in self.target.row_counts.items():
@@ -129,7 +129,7 @@ class ModelDensity:
                 "no symmetry can be told"
             )
         chosen = torch.stack(order)
-        generic = {site: value[chosen] for site, value in points.items()}
+        generic = select_rows(points, chosen)
         return generic, self.terms(generic)
 
     def is_real(self, site: str) -> bool:
@@ -161,7 +161,7 @@ class ModelDensity:
         chunks = []
         for start in starts:
             chunk = slice(start, start + CHUNK)
-            chunks.append(self._mapped({s: v[chunk] for s, v in points.items()}))
+            chunks.append(self._mapped(select_rows(points, chunk)))
         if not chunks:
             empty = torch.zeros(0, len(self.names), dtype=torch.float64, device="cpu")
             return Terms(empty, empty)
@@ -213,7 +213,7 @@ class ModelDensity:
         if not torch.equal(before.values, again.values):
             raise InconclusiveError(str(self.target.is_random()))
         epsilon = torch.finfo(self.dtype).eps
-        nearby = {site: value * (1 + epsilon) for site, value in points.items()}
+        nearby = map_values(lambda value: value * (1 + epsilon), points)
         after = self.terms(nearby)
         noise = (after.values - before.values).abs() / (1 + before.norms)
         measured = MARGIN * float(noise.nan_to_num(nan=0.0, posinf=0.0).max())
@@ -228,7 +228,7 @@ class ModelDensity:
     def _mapped(self, points: Weights) -> Tensor:
         """Return values and norms of the terms, ``(points, 2, terms)``."""
         count = len(next(iter(points.values())))
-        rows = {plate: index.expand(count, -1) for plate, index in self.rows.items()}
+        rows = map_values(lambda index: index.expand(count, -1), self.rows)
         try:
             return self.target.mapped(self._terms, points, rows)
         except RuntimeError as error:

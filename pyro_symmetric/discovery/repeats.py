@@ -29,6 +29,7 @@ from pyro_symmetric.discovery.integer_algebra import Exponents, independent, van
 from pyro_symmetric.discovery.reads import arguments_of
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
+from pyro_symmetric.weights import map_values
 
 Calls = Sequence[fx.Node]  # operators in the order of the graph
 TRIED = 20  # stretches of operators: a chain of a thousand layers has half a million
@@ -71,9 +72,7 @@ def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
     targets = {
         name: str(spec.target) for name, spec in trace.inputs.items() if spec.target
     }
-    site_of = {
-        name: trace.sites.get(target, target) for name, target in targets.items()
-    }
+    site_of = map_values(lambda target: trace.sites.get(target, target), targets)
     constants = {
         name: _digest(trace.constant(target))
         for name, target in targets.items()

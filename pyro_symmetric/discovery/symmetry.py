@@ -444,9 +444,7 @@ def plain_weights(net: nn.Module, group: Group) -> Weights:
     """Return the detached weights of the network in which a group was found; see
     :meth:`Symmetry.weights_of`.
     """
-    return {
-        site: value.detach() for site, value in Symmetry(group).weights_of(net).items()
-    }
+    return map_values(Tensor.detach, Symmetry(group).weights_of(net))
 
 
 def with_weights(net: nn.Module, weights: Tensors) -> nn.Module:

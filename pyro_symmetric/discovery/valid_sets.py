@@ -33,7 +33,7 @@ from torch import Tensor
 from pyro_symmetric.arguments import Names
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_density import SCALES, ModelDensity, Terms
-from pyro_symmetric.weights import Shapes, Weights
+from pyro_symmetric.weights import Shapes, Weights, select_rows
 
 LARGEST_SPACE = 10  # dimensions of a space that is enumerated if its basis fails
 
@@ -155,7 +155,7 @@ class Searcher:
     @classmethod
     def of(cls, density: ModelDensity, movable: set[str]) -> Searcher:
         """Create a searcher of a density at one generic point of each scale."""
-        points = {site: value[: len(SCALES)] for site, value in density.generic.items()}
+        points = select_rows(density.generic, slice(len(SCALES)))
         before = density.before.at(slice(len(SCALES)))
         return cls(density, points, before, movable)
 
@@ -167,7 +167,7 @@ class Searcher:
 
     def point(self, number: int) -> Weights:
         """Return one of the generic points."""
-        return {site: value[number] for site, value in self.points.items()}
+        return select_rows(self.points, number)
 
     @property
     def first_point(self) -> Weights:

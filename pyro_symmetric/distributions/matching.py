@@ -47,7 +47,7 @@ from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, Element, Units, rows
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, map_values
 
 SKETCH = 256  # weights of a unit in its sketch
 # to which normals are fitted if a base has no moments, or if constrained values are
@@ -635,8 +635,8 @@ def _site_moments(
         if moments is None or action.nonlinear_sites:
             draws = sites_of(action, base.sample(torch.Size([FIT_DRAWS])))
             tiny = torch.finfo(value.dtype).tiny ** 0.25  # its inverse square is finite
-            scale = {site: v.std(0).clamp(min=tiny) for site, v in draws.items()}
-            return {site: v.mean(0) for site, v in draws.items()}, scale
+            scale = map_values(lambda v: v.std(0).clamp(min=tiny), draws)
+            return map_values(lambda v: v.mean(0), draws), scale
     loc, scale = (sites_of(action, moment) for moment in moments)
     return loc, scale
 

@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import Layout, Shapes
+from pyro_symmetric.weights import Layout, Shapes, map_values
 
 
 class Action:
@@ -81,7 +81,7 @@ class Action:
             )
         for site, support in supports.items():
             self.require_real(site, support)
-        transforms = {site: biject_to(support) for site, support in supports.items()}
+        transforms = map_values(biject_to, supports)
         self.layout = Layout({site: known[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
         moved = [

@@ -46,6 +46,7 @@ from pyro_symmetric.weights import (
     Weights,
     batch_shape,
     is_bias,
+    map_values,
     require_same_network,
     require_sites,
     shapes_of,
@@ -127,9 +128,9 @@ class Group:
             self.view_shapes[site] = torch.Size(
                 [*shape[:first], math.prod(shape[first:last]), *shape[last:]]
             )
-        self._axes = {
-            name: tuple(map(self._viewed, one.axes)) for name, one in self.units.items()
-        }
+        self._axes = map_values(
+            lambda one: tuple(map(self._viewed, one.axes)), self.units
+        )
         self._members: dict[str, dict[int, Members]] = {}
         for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
             for axis in self._axes[name]:
@@ -725,9 +726,7 @@ class Group:
             }
 
         return {
-            "site_shapes": {
-                site: list(shape) for site, shape in self.site_shapes.items()
-            },
+            "site_shapes": map_values(list, self.site_shapes),
             "units": [
                 {
                     **vars(one),
@@ -742,9 +741,7 @@ class Group:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """Build a group from :meth:`to_dict`."""
-        shapes = {
-            site: torch.Size(shape) for site, shape in data["site_shapes"].items()
-        }
+        shapes = map_values(torch.Size, data["site_shapes"])
 
         def axis_of(given: Mapping[str, Any]) -> Axis:
             dim = given["dim"]

@@ -25,7 +25,7 @@ from pyro_symmetric.density.traced import is_enumerated
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.stored import StoredGuide
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Layout, Tensors, Weights
+from pyro_symmetric.weights import Layout, Tensors, Weights, map_values
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
 
@@ -218,10 +218,8 @@ def layout_of(guide: AutoGuide) -> Layout:
     nodes = dict(trace.iter_stochastic_nodes())
     if not nodes:
         raise ValueError("the model has no latent site; a guide needs at least one")
-    shapes = {name: node["value"].shape for name, node in nodes.items()}
-    return Layout(
-        shapes, {name: biject_to(node["fn"].support) for name, node in nodes.items()}
-    )
+    shapes = map_values(lambda node: node["value"].shape, nodes)
+    return Layout(shapes, map_values(lambda node: biject_to(node["fn"].support), nodes))
 
 
 def action_on(guide: AutoGuide, group: Group) -> Action:

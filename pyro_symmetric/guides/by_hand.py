@@ -44,7 +44,7 @@ from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
 from pyro_symmetric.groups import Action, Element, Group, group_of
-from pyro_symmetric.weights import Shapes, Weights, unflatten
+from pyro_symmetric.weights import Shapes, Weights, map_values, unflatten
 
 Guide = Callable[..., Any]
 
@@ -290,7 +290,7 @@ class _Joint:
         values = {**self.values, site: value}
         if self.values[site].requires_grad and not value.requires_grad:
             # An objective that detaches one value of a trace detaches all.
-            values = {name: held.detach() for name, held in values.items()}
+            values = map_values(Tensor.detach, values)
         values = {name: self.before(name, held) for name, held in values.items()}
         extracted: Any = extract_provenance(values)
         values, provenance = extracted

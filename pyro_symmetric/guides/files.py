@@ -29,7 +29,7 @@ from pyro_symmetric.guides.base import WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.weights import Tensors, require_finite
+from pyro_symmetric.weights import Tensors, map_values, require_finite
 
 KIND = "guide"
 VERSION = 4
@@ -104,7 +104,7 @@ def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
     tensors, header = load_tensors(path, KIND, VERSION)
     require_finite(tensors, str(path))
     if device is not None:
-        tensors = {name: value.to(device) for name, value in tensors.items()}
+        tensors = map_values(lambda value: value.to(device), tensors)
     try:
         _require_sizes(header, tensors)
         loc = tensors["loc"]

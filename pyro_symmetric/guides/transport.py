@@ -50,6 +50,7 @@ from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, in_blocks, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.weights import map_values
 
 
 @torch.no_grad()
@@ -282,7 +283,7 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
         raise ValueError("posterior is one draw, which has no covariance; give more")
     model, args, kwargs = posterior.source[:3]
     # priors may be improper
-    draw = {site: draws[0, 0] for site, draws in posterior.samples.items()}
+    draw = map_values(lambda draws: draws[0, 0], posterior.samples)
     prototype = AutoDiagonalNormal(model, init_loc_fn=init_to_value(values=draw))
     prototype._setup_prototype(*args, **kwargs)
     layout = layout_of(prototype)

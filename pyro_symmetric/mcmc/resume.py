@@ -34,6 +34,7 @@ from pyro_symmetric.mcmc.digest import complete_digest, digest, is_installed
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import MOST_EXPANDED, StoreError, load_pickled
+from pyro_symmetric.weights import map_values
 
 if TYPE_CHECKING:
     from pyro_symmetric.mcmc.run import Settings
@@ -80,9 +81,7 @@ def identify(settings: Settings, density: Density, seed: int) -> Json:
         if isinstance(initial, Mapping | str | None)
         else type(initial).__name__,
         "data": digest([settings.args, settings.kwargs]),
-        "sites": {
-            site: list(shape) for site, shape in density.layout.site_shapes.items()
-        },
+        "sites": map_values(list, density.layout.site_shapes),
         # "cuda" equals "cuda:0"; the model of the GPU belongs to rounding
         "device": device.type,
         "dtype": str(density.dtype).removeprefix("torch."),

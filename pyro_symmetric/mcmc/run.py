@@ -62,7 +62,13 @@ from pyro_symmetric.store import (
     Recorder,
     StoreError,
 )
-from pyro_symmetric.weights import Weights, batch_shape, require_sites, turns_back
+from pyro_symmetric.weights import (
+    Weights,
+    batch_shape,
+    map_values,
+    require_sites,
+    turns_back,
+)
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
 PLACEHOLDERS = {"num_warmup": "auto", "seed": None}  # allowed instead of a number
@@ -666,7 +672,7 @@ def resolve(
             site: value[:, -rounds:].flip(1).transpose(0, 1)
             for site, value in initial.samples.items()
         }
-        return {site: value.flatten(0, 1)[:num_chains] for site, value in last.items()}
+        return map_values(lambda value: value.flatten(0, 1)[:num_chains], last)
     if hasattr(initial, "sample_posterior"):
         return lambda count: initial.sample_posterior((count,))
     if isinstance(initial, AutoGuide):  # Pyro's guides give one draw at a time

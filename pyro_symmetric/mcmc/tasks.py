@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
@@ -18,7 +19,7 @@ from pyro_symmetric._process import LOCK, drawn_seed, forked
 from pyro_symmetric.mcmc.run import Settings, resolve, run
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import CHECKPOINT, make_folder
-from pyro_symmetric.weights import batch_shape
+from pyro_symmetric.weights import batch_shape, map_values, select_rows
 
 # chains that warm up together; number of tasks
 SMALLEST_TASK = 4
@@ -75,8 +76,7 @@ def run_tasks(
                 break
             if task.store is None:
                 samples, statistics = (
-                    {name: torch.from_numpy(v) for name, v in part.items()}
-                    for part in arrays
+                    map_values(torch.from_numpy, part) for part in arrays
                 )
                 done.append(Posterior(samples, statistics, metadata, kind="chains"))
             else:
@@ -145,7 +145,7 @@ def run_task(
     finally:
         torch.set_num_threads(before)
     parts = parts if settings.store is None else []
-    return [{name: v.numpy() for name, v in part.items()} for part in parts], metadata
+    return [map_values(Tensor.numpy, part) for part in parts], metadata
 
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
@@ -176,7 +176,7 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
                 num_chains=min(size, settings.num_chains - begin),
                 # None: the store's
                 seed=None if exists and settings.seed is None else _seed_of(seed, task),
-                initial={site: v[begin : begin + size] for site, v in initial.items()}
+                initial=select_rows(initial, slice(begin, begin + size))
                 if one_per_chain
                 else initial,
                 store=folder,

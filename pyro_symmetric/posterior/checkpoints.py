@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import NUMBERS, PathLike, load_pickled, require_stored
-from pyro_symmetric.weights import Tensors, Weights
+from pyro_symmetric.weights import Tensors, Weights, map_values
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 # under which training scripts save the state dict
@@ -81,9 +81,9 @@ def read_checkpoints(
                 s: torch.empty(len(files), *v.shape, dtype=v.dtype, device="cpu")
                 for s, v in sites.items()
             }
-        if {s: v.shape for s, v in sites.items()} != {
-            s: v.shape[1:] for s, v in samples.items()
-        }:
+        if map_values(lambda v: v.shape, sites) != map_values(
+            lambda v: v.shape[1:], samples
+        ):
             raise ValueError(
                 f"{file} and {files[0]} have other sites or shapes; they must be of "
                 "one network (rename=)"
@@ -99,7 +99,7 @@ def read_checkpoints(
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     metadata = {"files": names, "not_finite": not_finite}
     return Posterior(
-        {site: value[None] for site, value in samples.items()},
+        map_values(lambda value: value[None], samples),
         {},
         metadata,
         kind="independent",

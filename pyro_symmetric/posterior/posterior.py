@@ -176,7 +176,7 @@ class Posterior:
             )
         shape = (num_chains, total.numel() // num_chains)
         return cls(
-            {site: value.unflatten(0, shape) for site, value in weights.items()},
+            map_values(lambda value: value.unflatten(0, shape), weights),
             kind=kind,
         )
 
@@ -283,7 +283,7 @@ class Posterior:
     @property
     def site_shapes(self) -> dict[str, torch.Size]:
         """Shape of every site, without chains and draws."""
-        return {site: value.shape[2:] for site, value in self.samples.items()}
+        return map_values(lambda value: value.shape[2:], self.samples)
 
     def get_samples(
         self, num_samples: int | None = None, group_by_chain: bool = False
@@ -303,7 +303,7 @@ class Posterior:
         weights = (
             weights
             if group_by_chain
-            else {site: value.flatten(0, 1) for site, value in weights.items()}
+            else map_values(lambda value: value.flatten(0, 1), weights)
         )
         if num_samples is None:
             return weights
@@ -333,7 +333,7 @@ class Posterior:
             for i in (chains, draws)
         )
         samples, statistics = (
-            {name: value[chains][:, draws] for name, value in entries.items()}
+            map_values(lambda value: value[chains][:, draws], entries)
             for entries in (self.samples, self.statistics)
         )
         return replace(self, samples=samples, statistics=statistics)
@@ -408,12 +408,10 @@ class Posterior:
         Modulo a symmetry: ``ps.align_many(posterior,
         symmetry).posterior.diagnostics()``.
         """
-        numbers = {
-            site: chain_statistics(value) for site, value in self.samples.items()
-        }
-        result: dict[str, dict[str, Any]] = {
-            s: {"n_eff": n.ess_bulk, "r_hat": n.r_hat} for s, n in numbers.items()
-        }
+        numbers = map_values(chain_statistics, self.samples)
+        result: dict[str, dict[str, Any]] = map_values(
+            lambda n: {"n_eff": n.ess_bulk, "r_hat": n.r_hat}, numbers
+        )
         flags = self.statistics.get(
             "diverging", torch.zeros(self.num_chains, 0, device="cpu")
         )
@@ -604,7 +602,7 @@ def as_given(given: Any, moved: Weights) -> Any:
         return moved
     batch = (given.num_chains, given.num_samples)
     return given.map(
-        lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()}
+        lambda _: map_values(lambda value: value.unflatten(0, batch), moved)
     )
 
 

@@ -41,6 +41,7 @@ from pyro_symmetric.study.measure import (
 )
 from pyro_symmetric.study.methods import Fit, Method, TooLarge, make_method
 from pyro_symmetric.study.problem import Problem, StudySettings, build_problem
+from pyro_symmetric.weights import map_values
 
 Say = Callable[[str], None]
 
@@ -155,7 +156,7 @@ def _run(
         fits |= fitted
     if not fits:
         raise ValueError("the problem is too large for every method")
-    draws = {label: draws_of(fit.posterior, problem) for label, fit in fits.items()}
+    draws = map_values(lambda fit: draws_of(fit.posterior, problem), fits)
     reference = (
         reference_of(title, fits[title].posterior, draws[title], problem)
         if title in fits

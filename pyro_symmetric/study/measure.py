@@ -28,7 +28,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, map_values, select_rows
 
 # enough to tell underfitting from overfitting
 TRAINING_ROWS = 1_000
@@ -239,7 +239,7 @@ def _distance(
         "to": OWN_HALF if itself else reference.label,
         "prediction": {**predicted, "nll_gap": first.nll - second.nll},
         **{
-            kind: {name: result.to_dict() for name, result in distances[kind].items()}
+            kind: map_values(lambda result: result.to_dict(), distances[kind])
             for kind in ("raw", "removed")
         },
     }
@@ -249,9 +249,7 @@ def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """Score some training rows by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
-    prediction = predictive(
-        {site: value[kept] for site, value in weights.items()}, problem, problem.x[rows]
-    )
+    prediction = predictive(select_rows(weights, kept), problem, problem.x[rows])
     return _scores(prediction, problem, problem.y[rows])
 
 
@@ -290,17 +288,12 @@ def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
     """Measure convergence: R-hat and effective sample size of weights and predictions,
     and the sampler's statistics.
     """
-    weights = {
-        site: value.to(problem.x.device) for site, value in posterior.samples.items()
-    }
+    weights = map_values(lambda value: value.to(problem.x.device), posterior.samples)
     followed = chain_statistics(
         predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
     ).summary()
     sites = [chain_statistics(value).summary() for value in posterior.samples.values()]
-    mean = {
-        name: float(value.double().mean())
-        for name, value in posterior.statistics.items()
-    }
+    mean = map_values(lambda value: float(value.double().mean()), posterior.statistics)
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric.arguments import Json
@@ -22,7 +22,7 @@ from pyro_symmetric.networks import prepare_torchvision
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.weights import Layout, Weights, unflatten
+from pyro_symmetric.weights import Layout, Weights, map_values, select_rows, unflatten
 
 TOGETHER = 100  # networks of an ensemble trained at once
 NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
@@ -80,7 +80,7 @@ def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit
 
     def watch(step: int, weights: Weights) -> None:
         if (step + 1) % budget.every == 0 and len(path) < budget.iterates:
-            path.append({site: value.clone() for site, value in weights.items()})
+            path.append(map_values(Tensor.clone, weights))
 
     ended = train(
         problem,
@@ -162,7 +162,7 @@ def independent_fit(draws: Weights, trained: Posterior, problem: Problem) -> Fit
     """Return independent draws ``(modes, draws, ...)`` around trained networks as a
     fit.
     """
-    samples = {site: value.cpu() for site, value in draws.items()}
+    samples = map_values(Tensor.cpu, draws)
     return Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
 
 
@@ -183,9 +183,7 @@ def weights_of(trained: Posterior, problem: Problem) -> Weights:
     """Return the weights of trained networks, of batch shape ``(modes,)``, on the
     study's device.
     """
-    return {
-        site: value[0].to(problem.x.device) for site, value in trained.samples.items()
-    }
+    return map_values(lambda value: value[0].to(problem.x.device), trained.samples)
 
 
 def draws_per_mode(problem: Problem, budget: Any) -> int:
@@ -260,9 +258,9 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
         / (1 - rate)
         for name, units in outgoing.units.items()
     }
-    return Element(
-        outgoing, log_scales={name: value.log() for name, value in factors.items()}
-    ).on_sites(weights)
+    return Element(outgoing, log_scales=map_values(Tensor.log, factors)).on_sites(
+        weights
+    )
 
 
 def _laplace(
@@ -274,9 +272,7 @@ def _laplace(
     trained = train(problem, budget, progress)
     weights = weights_of(trained, problem)
     draws = draws_per_mode(problem, budget)
-    modes = [
-        {site: value[k] for site, value in weights.items()} for k in range(budget.modes)
-    ]
+    modes = [select_rows(weights, k) for k in range(budget.modes)]
     drawn = [_laplace_draws(problem, mode, draws, structure, subset) for mode in modes]
     samples = {
         site: torch.stack([own[site] for own in drawn])
@@ -349,6 +345,6 @@ def _laplace_draws(
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
         drawn = unflatten(fitted.sample(draws).detach(), shapes)
     return {
-        **{site: value.expand(draws, *value.shape) for site, value in mode.items()},
+        **map_values(lambda value: value.expand(draws, *value.shape), mode),
         **drawn,
     }

@@ -26,7 +26,7 @@ from pyro_symmetric.models import (
     GaussianPrior,
 )
 from pyro_symmetric.networks import NETWORKS, net_from_callable
-from pyro_symmetric.weights import Tensors
+from pyro_symmetric.weights import Tensors, map_values
 
 KINDS: tuple[type[nn.Module], ...] = (
     nn.ReLU,
@@ -279,7 +279,7 @@ class Problem:
         which settings only name.
         """
         data = self.dataset
-        shapes = {name: tuple(shape) for name, shape in self.model.site_shapes.items()}
+        shapes = map_values(tuple, self.model.site_shapes)
         return as_json(
             settings={
                 name: v

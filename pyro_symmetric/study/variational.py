@@ -35,6 +35,7 @@ from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior, unit_p
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.weights import map_values
 
 BUDGET = {
     "modes": 1,
@@ -195,9 +196,7 @@ def _symmetrized(
 
 
 def _start(problem: Problem) -> Any:
-    values = {
-        site: value[0] for site, value in fresh_members(problem.model.net, 1).items()
-    }
+    values = map_values(lambda value: value[0], fresh_members(problem.model.net, 1))
     return init_to_value(values=values, fallback=init_to_median)
 
 
