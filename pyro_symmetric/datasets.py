@@ -478,7 +478,7 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     import_torchvision()
     from torchvision import datasets
 
-    parts: list[Any] = ["train", "test"] if name == "svhn" else [True, False]
+    parts = ["train", "test"] if name == "svhn" else [True, False]
     option = "split" if name == "svhn" else "train"
     try:
         # read instead of the data's own files if it's there, as old versions left it

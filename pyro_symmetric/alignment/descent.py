@@ -220,7 +220,7 @@ class Descent:
         self._terms = {root: terms_of(self.group, root, sites) for root in self.roots}
         self._neighbours = {root: self._rescored(root) for root in self.roots}
         self._products: dict[Term, _Products] = {}
-        self._identity: dict[str, Element] = {}
+        self._identity = {}
         for root, family in self._families.items():
             identity = family.identity((self.batch,), dtype=torch.float64)
             self._identity[root] = identity

@@ -237,7 +237,7 @@ def align_many(
         and math.prod(shape) >= MANY
         and not group.moves & {"scale", "rotate"}
     )
-    objective: Any = cost or ("gaussian" if drawn else "wasserstein")
+    objective = cost or ("gaussian" if drawn else "wasserstein")
     require_fit(objective, group)
     require_rotatable(given.values(), group)
     every = moments_of(list(given.values()), sites, group, COSTS[objective])

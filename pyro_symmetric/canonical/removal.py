@@ -103,7 +103,7 @@ def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
     next, and so on.
     """
     order = torch.zeros(0, dtype=torch.long, device="cpu")
-    rank: Tensor | None = (
+    rank = (
         None  # of each unit by the keys before; units that tie share it
     )
     for key in keys:

@@ -130,7 +130,7 @@ def common_frame(
     for name, side in zip(("weights_p", "weights_q"), sides, strict=True):
         samples = dict(samples_of(side, name, group.site_shapes))
         flat.append(canonical_frame(samples, group))
-    moved: Any = zip(sides, pooled_frame(flat, group), strict=True)
+    moved = zip(sides, pooled_frame(flat, group), strict=True)
     return tuple(as_given(*pair) for pair in moved)
 
 

@@ -58,7 +58,7 @@ class Enumeration(EnumMessenger):
     def __init__(self, sites: Sequence[Any], discrete: Sequence[Any]):
         for site in discrete:
             _require_enumerable(site)
-        self.batch_shapes: dict[str, torch.Size] = {
+        self.batch_shapes = {
             site["name"]: site["fn"].batch_shape for site in discrete
         }
         plate_dims = [
@@ -186,7 +186,7 @@ class Enumeration(EnumMessenger):
         """Return the log-density of the sites that depend on no discrete site, the
         packed log-densities of the others by their plates, and the scale of these."""
         trace.symbolize_dims()
-        nodes: dict[str, Any] = dict(trace.nodes)
+        nodes = dict(trace.nodes)
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         others = torch.zeros((), device="cpu")
         factors = OrderedDict[Any, list[Any]]()

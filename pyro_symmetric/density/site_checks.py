@@ -253,7 +253,7 @@ def in_support(fn: Any, values: Tensor) -> Tensor:
     Sums to 1 and the like hold up to rounding: such values must return from
     unconstrained values.
     """
-    support: Any = fn.support
+    support = fn.support
     if isinstance(support, constraints.MixtureSameFamilyConstraint):
         support = support.base_constraint
     scalar = support

@@ -557,7 +557,7 @@ class _Builder:
         self.blocks: dict[int, dict[Location, list[Array]]] = {}
         # cells whose units lie along an axis of a convolution's kernel
         self.in_images: set[int] = set()
-        self.rank: dict[int, Array] = {}  # of each unit of a cell inside its parent
+        self.rank = {}  # of each unit of a cell inside its parent
         # of each unit of a cell, in the order of parents
         self.number: dict[int, Array] = {}
         for cell in self._parents_first(self.cells):

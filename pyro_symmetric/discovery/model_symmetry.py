@@ -137,7 +137,7 @@ def is_pyro_model(model: Any, args: Sequence[Any], kwargs: Keywords) -> bool:
     if not may_sample:
         return False
     with undisturbed():
-        nodes: dict[str, Any] = dict(
+        nodes = dict(
             poutine.trace(model).get_trace(*args, **kwargs).nodes
         )
     return any(
@@ -353,7 +353,7 @@ def _hold(searcher: Searcher, moves: Moves) -> list[bool]:
         cycle = Cycle(factor.units, factor.length)
         results.append(_all_hold(searcher, [exchange, cycle], factor.places))
     for flip in moves.flips:
-        flipped: list[SiteMove] = [SignChange(p) for p in flip.positions]
+        flipped = [SignChange(p) for p in flip.positions]
         flipped = flipped or [SignChange(None)]
         results.append(_all_hold(searcher, flipped, flip.places))
     return results

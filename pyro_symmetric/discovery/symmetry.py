@@ -436,7 +436,7 @@ def _moving_all(group: Group, move: Move, name: str) -> Element:
     if move == "rotate":
         return group.restricted(move).sample(dtype=torch.float64)
     ones = torch.ones(units.shape, dtype=torch.float64, device="cpu")
-    numbers: Any = {MOVES[move].argument: {name: -ones if move == "flip" else ones}}
+    numbers = {MOVES[move].argument: {name: -ones if move == "flip" else ones}}
     return group.element(**numbers)
 
 

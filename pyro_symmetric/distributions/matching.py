@@ -396,7 +396,7 @@ class UnitDensities:
         kept = axes is self.sets[name].exclusive and places is None
         if kept and key in self._products:
             return self._products[key]
-        signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
+        signs = (1, -1) if "flip" in self.group[name].moves else (1,)
         of_places = []
         of_units = [list[Tensor]() for _ in signs]
         along = list(self._weights_along(axes, sketched, quick))

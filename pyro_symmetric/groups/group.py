@@ -656,7 +656,7 @@ class Group:
         shape = tuple(arguments.shape("shape", shape))
         arguments.number("spread", spread, least=0, below=math.inf)
         real = arguments.dtype("dtype", dtype) or torch.get_default_dtype()
-        options: Any = {"device": device or torch.device("cpu"), "generator": generator}
+        options = {"device": device or torch.device("cpu"), "generator": generator}
         parts = []
         for move, kind in MOVES.items():
             drawn = {}

@@ -283,7 +283,7 @@ class Element:
         self.group = group
         given: dict[Move, ByName] = {}
         known = []
-        shapes: list[Sequence[int]] = [tuple(batch_shape)]
+        shapes = [tuple(batch_shape)]
         parts = (permutations, signs, log_scales, shifts, rotations)
         for move, part in zip(MOVES, parts, strict=True):
             given[move] = {}
@@ -298,7 +298,7 @@ class Element:
         dtype = dtype or next(floating, torch.get_default_dtype())
         # faster than torch's
         self.batch_shape = torch.Size(np.broadcast_shapes(*shapes))
-        self.numbers: dict[Move, Tensor] = {}
+        self.numbers = {}
         for move in (move for move in MOVES if group.names(move)):
             kind = MOVES[move]
             pieces = []
@@ -736,7 +736,7 @@ def _carried(group: Group, images: Tensor) -> Tensor:
 
 def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     """Sort units by name, in the given order but each after its parent."""
-    named: dict[str | None, Units] = {one.name: one for one in units}
+    named = {one.name: one for one in units}
     ordered: dict[str, Units] = {}
     if len(named) < len(units):
         raise ValueError(

@@ -409,7 +409,7 @@ class Posterior:
         symmetry).posterior.diagnostics()``.
         """
         numbers = map_values(chain_statistics, self.samples)
-        result: dict[str, dict[str, Any]] = map_values(
+        result = map_values(
             lambda n: {"n_eff": n.ess_bulk, "r_hat": n.r_hat}, numbers
         )
         flags = self.statistics.get(
