@@ -121,10 +121,8 @@ def ensemble(
         none="a number that fits the network and the data",
     )
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
-    x, make_optimizer = (
-        objective.x,
-        optimizer or functools.partial(torch.optim.Adam, lr=0.01),
-    )
+    x = objective.x
+    make_optimizer = optimizer or functools.partial(torch.optim.Adam, lr=0.01)
     batch_size = min(batch_size or len(x), len(x))
     epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
     seed = drawn_seed() if seed is None else seed

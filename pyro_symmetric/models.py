@@ -35,7 +35,14 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock, running_pyro, without_fast_attention
 from pyro_symmetric.arguments import Keywords
 from pyro_symmetric.networks import naming_layer
-from pyro_symmetric.weights import Shapes, Tensors, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import (
+    Shapes,
+    Tensors,
+    Weights,
+    batch_shape,
+    map_values,
+    require_sites,
+)
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 

@@ -95,9 +95,10 @@ def batch_shape(
     :raises TypeError: if ``weights`` is no mapping, or an entry is no tensor.
     """
     arguments.weights(name, weights)
-    batch_shapes: dict[str, torch.Size] = {}
+    batch_shapes = {}
     for site in filter(weights.__contains__, site_shapes):
-        site_shape, shape = site_shapes[site], weights[site].shape
+        site_shape = site_shapes[site]
+        shape = weights[site].shape
         batch_dims = len(shape) - len(site_shape)
         if batch_dims < 0 or shape[batch_dims:] != site_shape:
             raise ValueError(
@@ -109,7 +110,7 @@ def batch_shape(
     if len(set(batch_shapes.values())) > 1:
         raise ValueError(
             f"{name} must have one batch shape, but they have "
-            f"{(map_values(tuple, batch_shapes))}"
+            f"{map_values(tuple, batch_shapes)}"
         )
     if not batch_shapes:
         raise ValueError(

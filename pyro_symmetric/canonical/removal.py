@@ -103,9 +103,7 @@ def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
     next, and so on.
     """
     order = torch.zeros(0, dtype=torch.long, device="cpu")
-    rank = (
-        None  # of each unit by the keys before; units that tie share it
-    )
+    rank = None  # of each unit by the keys before; units that tie share it
     for key in keys:
         key = key.unflatten(-1, group[name].shape)
         order = key.argsort(dim=-1, stable=True)

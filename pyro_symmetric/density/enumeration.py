@@ -58,9 +58,7 @@ class Enumeration(EnumMessenger):
     def __init__(self, sites: Sequence[Any], discrete: Sequence[Any]):
         for site in discrete:
             _require_enumerable(site)
-        self.batch_shapes = {
-            site["name"]: site["fn"].batch_shape for site in discrete
-        }
+        self.batch_shapes = {site["name"]: site["fn"].batch_shape for site in discrete}
         plate_dims = [
             frame.dim
             for site in sites

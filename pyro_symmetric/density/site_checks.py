@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributions import Independent, Multinomial, biject_to, constraints
 
 from pyro_symmetric._process import LOCK
-from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.arguments import Model, as_tensor, described
 from pyro_symmetric.weights import is_angle
 
 ROUNDING = 1e-4  # relative to 1 and a value's size: sums of simplices in float32
@@ -347,7 +347,7 @@ def require_possible_targets(fn: Any, targets: Tensor) -> None:
 # sites out of sight -------------------------------------------------------------------
 
 
-def seen_through(model: Callable[..., Any]) -> Callable[..., Any]:
+def seen_through(model: Model) -> Callable[..., Any]:
     """Let a model that ``poutine.block`` wraps show the discrete sites that it asks to
     enumerate.
 

@@ -82,7 +82,9 @@ class Traced:
 
     def __init__(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]):
         require_call(model, args, kwargs)
-        self.model, self.args, self.kwargs = seen_through(model), args, kwargs
+        self.model = seen_through(model)
+        self.args = args
+        self.kwargs = kwargs
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
@@ -586,7 +588,7 @@ def require_model(model: Any) -> None:
 
 
 def require_call(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str = "model"
+    model: Any, args: Sequence[Any], kwargs: Keywords, name: str = "model"
 ) -> None:
     """Raise ``TypeError`` if a model doesn't take these arguments."""
     is_module = isinstance(model, nn.Module)

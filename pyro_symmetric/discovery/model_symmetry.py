@@ -137,9 +137,7 @@ def is_pyro_model(model: Any, args: Sequence[Any], kwargs: Keywords) -> bool:
     if not may_sample:
         return False
     with undisturbed():
-        nodes = dict(
-            poutine.trace(model).get_trace(*args, **kwargs).nodes
-        )
+        nodes = dict(poutine.trace(model).get_trace(*args, **kwargs).nodes)
     return any(
         site["type"] == "sample" and site["is_observed"] for site in nodes.values()
     )

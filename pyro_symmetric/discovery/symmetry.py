@@ -19,7 +19,13 @@ from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
 from pyro_symmetric.groups.units import table
-from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import (
+    Tensors,
+    Weights,
+    batch_shape,
+    map_values,
+    require_sites,
+)
 
 CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
 Selection = str | Iterable[str]  # one name or several
@@ -243,7 +249,7 @@ class Symmetry:
     def act(self, element: Element, net: nn.Module) -> nn.Module: ...
 
     @overload
-    def act(self, element: Element, net: Mapping[str, Tensor]) -> Weights: ...
+    def act(self, element: Element, net: Tensors) -> Weights: ...
 
     def act(self, element: Element, net: Any) -> Any:
         """Return a copy of a network, or of its ``state_dict``, with transformed

@@ -43,7 +43,14 @@ from pyro_symmetric.arguments import (
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
-from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights, batch_shape
+from pyro_symmetric.weights import (
+    ByName,
+    Shapes,
+    Tensors,
+    Weights,
+    batch_shape,
+    map_values,
+)
 
 Kind = Literal["chains", "independent"]
 
@@ -409,9 +416,7 @@ class Posterior:
         symmetry).posterior.diagnostics()``.
         """
         numbers = map_values(chain_statistics, self.samples)
-        result = map_values(
-            lambda n: {"n_eff": n.ess_bulk, "r_hat": n.r_hat}, numbers
-        )
+        result = map_values(lambda n: {"n_eff": n.ess_bulk, "r_hat": n.r_hat}, numbers)
         flags = self.statistics.get(
             "diverging", torch.zeros(self.num_chains, 0, device="cpu")
         )
