@@ -23,7 +23,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,9 @@ from pyro_symmetric.canonical.removal import (
     sorting_permutation,
 )
 from pyro_symmetric.canonical.scales import as_it_came, evened, minimal_mass, weights_of
-from pyro_symmetric.discovery.model_check import require_of_posterior
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.discovery.model_carried import AUTO, Auto, required_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import Element, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
@@ -65,7 +66,7 @@ NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 def canonicalize(
     weights: Given,
-    symmetry: Any,
+    symmetry: Symmetry | Group | Auto = AUTO,
     permutations: PermutationKey | None = "max",
     scalings: ScalingRule | None = "unit_norm",
     signs: bool = True,
@@ -95,7 +96,8 @@ def canonicalize(
     :param weights: site -> tensor ``batch_shape + site_shape``, with the running
         statistics that the symmetry moves (see ``symmetry.holding(net)``); a network,
         or a ``Posterior``.
-    :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
+    :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group;
+        ``"auto"`` is that of the posterior's model.
     :param permutations: the key by which units are sorted, ascending: their ``"first"``
         incoming weight, the largest one (``"max"``), the ``"norm"`` of all their
         weights, in- and outgoing; ``None`` keeps the order.
@@ -111,9 +113,7 @@ def canonicalize(
     """
     arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
-    group = group_of(symmetry)
-    if isinstance(weights, Posterior):
-        require_of_posterior(symmetry, weights)
+    group = required_symmetry(symmetry, weights)
     form = weights_of(weights, group)
     require_finite(form)
     acted_shape(group, form)

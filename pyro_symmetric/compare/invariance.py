@@ -38,8 +38,9 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.compare.draws import thinned
 from pyro_symmetric.compare.results import Parts, SignificanceTest
+from pyro_symmetric.discovery.model_carried import AUTO, Auto, required_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
 
@@ -53,7 +54,7 @@ _CHUNK_ENTRIES = 2**22
 @torch.no_grad()
 def invariance_tests(
     weights: Draws,
-    symmetry: Group | Symmetry,
+    symmetry: Group | Symmetry | Auto = AUTO,
     *,
     level: float = 0.05,
     thin: bool = True,
@@ -78,7 +79,8 @@ def invariance_tests(
     :param weights: a ``Posterior``, or site -> independent samples ``(S,) +
         site_shape``. Chains are thinned to as many draws as
         :func:`~pyro_symmetric.compare.independent_draws` counts.
-    :param symmetry: a network's or model's, or a group; only its permutations are tested.
+    :param symmetry: a network's or model's, or a group; only its permutations are
+        tested. ``"auto"`` is the symmetry of the posterior's model.
     :param level: the family-wise error rate of the tests.
     :param thin: ``False`` takes all draws of chains as independent, as the paper does;
         p-values are then too small.
@@ -86,7 +88,7 @@ def invariance_tests(
         draws are left.
     """
     arguments.fraction("level", level)
-    group = group_of(symmetry).permutations
+    group = required_symmetry(symmetry, weights).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
     unit_axes = {

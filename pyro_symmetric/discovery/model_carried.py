@@ -88,6 +88,20 @@ def carried_symmetry(symmetry: Any, *draws: Any) -> Carried:
     return Carried(unmoved, NO_MODEL, is_found=True)
 
 
+def required_symmetry(symmetry: Any, draws: Any) -> Group:
+    """Return the symmetry that is given, or the one that draws carry.
+
+    :raises ValueError: if draws carry none that is known, since there is nothing that
+        could be done without.
+    """
+    carried = carried_symmetry(symmetry, draws)
+    if carried.line == NO_MODEL:
+        raise ValueError(
+            "the draws carry no model whose symmetry could be found; pass symmetry="
+        )
+    return carried.group
+
+
 def _shapes_of(draws: Any) -> dict[str, torch.Size]:
     """Return the shapes of the sites of samples."""
     if isinstance(draws, Posterior):

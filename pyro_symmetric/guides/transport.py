@@ -43,6 +43,8 @@ from pyro_symmetric.alignment.moments import (
     to_gaussian,
 )
 from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.discovery.model_carried import AUTO, Auto, carried_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Action, Element, Group
 from pyro_symmetric.groups.units import require_buffers
@@ -243,8 +245,10 @@ def _barycentre(
     return mean
 
 
-def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
-    """Fit a Gaussian of full rank to a posterior's draws, modulo a group, and
+def fit_gaussian(
+    posterior: Posterior, symmetry: Symmetry | Group | Auto | None = AUTO
+) -> AutoSymmetrized:
+    """Fit a Gaussian of full rank to a posterior's draws, modulo symmetry, and
     symmetrise it.
 
     It has the mean and covariance of the aligned draws, with correlations shrunk by ``S
@@ -262,15 +266,13 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     >>> first, second = (
     ...     posterior.select(draws=half) for half in (slice(0, 50), slice(50, None))
     ... )
-    >>> guide = ps.guides.fit_gaussian(
-    ...     first, ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
-    ... )
+    >>> guide = ps.guides.fit_gaussian(first)
     >>> abs(ps.evidence(guide, posterior=second).best.log_evidence) < 0.5
     True
 
     :param posterior: draws with their model, as :func:`~pyro_symmetric.sample` returns
         them.
-    :param symmetry: the finite group of the model.
+    :param symmetry: the symmetry, or finite group, of the model; ``"auto"`` finds it.
     :raises ValueError: if the posterior has no model; ``posterior.attach(model,
         *args)`` attaches one.
     """
@@ -287,7 +289,8 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     prototype = AutoDiagonalNormal(model, init_loc_fn=init_to_value(values=draw))
     prototype._setup_prototype(*args, **kwargs)
     layout = layout_of(prototype)
-    aligned = align_many(posterior, symmetry, progress=False).posterior
+    group = carried_symmetry(symmetry, posterior).group.finite
+    aligned = align_many(posterior, group, progress=False).posterior
     vectors = layout.unconstrain(
         {site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes}
     )
@@ -300,6 +303,6 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     gaussian = AutoGaussian(
         prototype, MultivariateNormal(vectors.mean(0), scale_tril=tril)
     )
-    fitted = AutoSymmetrized(model, symmetry, gaussian)
+    fitted = AutoSymmetrized(model, group, gaussian)
     fitted.reads_store = False
     return fitted.setup(*args, **kwargs)

@@ -67,6 +67,25 @@ def test_separated_components_agree_modulo_the_labels_that_are_found(switching, 
     assert means == pytest.approx([-6, 0, 6], abs=0.1)
 
 
+def test_forms_fits_and_tests_of_draws_take_the_symmetry_that_is_found(switching):
+    symmetry = ps.find_symmetry(mixture, X)
+    forms = ps.canonicalize(switching, warn=False).samples
+    expected = ps.canonicalize(switching, symmetry, warn=False).samples
+    for site, values in expected.items():
+        assert forms[site].equal(values)
+    fitted = ps.guides.fit_gaussian(switching)
+    assert fitted.group.units.keys() == symmetry.group.units.keys()
+    assert ps.invariance_tests(switching).p_value == pytest.approx(
+        ps.invariance_tests(switching, symmetry).p_value, rel=0.2
+    )
+
+
+@pytest.mark.parametrize("call", [ps.canonicalize, ps.invariance_tests])
+def test_draws_without_a_model_need_a_symmetry_where_one_must_be_removed(call):
+    with pytest.raises(ValueError, match=r"carry no model.*pass symmetry="):
+        call({"locs": torch.randn(40, 3)})
+
+
 def test_labels_of_groups_without_data_are_left_alone(capsys):
     """The two means are one normal number each: sorted, they would be -0.56 and 0.56."""
     samples = {"theta": torch.randn(4, 500, 2), "mean": 0.1 * torch.randn(4, 500)}

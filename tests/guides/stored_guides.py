@@ -44,8 +44,8 @@ def symmetrised(base: str) -> ps.AutoSymmetrized:
     return ps.AutoSymmetrized(model, GROUP, base=kind, **options)
 
 
-def train(guide: Any, steps: int = 30) -> None:
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+def train(guide: Any, steps: int = 12, rate: float = 0.15) -> None:
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
     for _ in range(steps):
         svi.step()
 
@@ -55,7 +55,7 @@ def elbo(guide: Any) -> float:
         guide.setup()
     pyro.set_rng_seed(0)
     return -SVI(
-        model, guide, pyro.optim.Adam({}), Trace_ELBO(num_particles=50)
+        model, guide, pyro.optim.Adam({}), Trace_ELBO(num_particles=10)
     ).evaluate_loss()
 
 
@@ -92,6 +92,7 @@ def load(folder: Path) -> dict[str, float]:
 
 
 def load_two(folder: Path) -> dict[str, float]:
+    pyro.clear_param_store()
     pyro.get_param_store().load(str(folder / "two"))
     first, second = symmetrised("diagonal"), symmetrised("diagonal")
     medians = {"median": float(first.setup().median()["w"].sum())}
@@ -100,6 +101,7 @@ def load_two(folder: Path) -> dict[str, float]:
 
 def save_two(folder: Path) -> dict[str, float]:
     """Two guides, the first made first, the second trained first."""
+    pyro.clear_param_store()
     first, second = symmetrised("diagonal"), symmetrised("diagonal")
     train(second, 10)
     train(first)
@@ -108,8 +110,10 @@ def save_two(folder: Path) -> dict[str, float]:
     return {"first": elbo(first), "second": elbo(second), **medians}
 
 
-JOBS = {"save": save, "load": load, "save two": save_two, "load two": load_two}
+JOBS = {"save": (save, save_two), "load": (load, load_two)}
 
 if __name__ == "__main__":
     pyro.set_rng_seed(1)
-    print(json.dumps(JOBS[sys.argv[1]](Path(sys.argv[2]))))
+    pyro.clear_param_store()
+    folder = Path(sys.argv[2])
+    print(json.dumps([job(folder) for job in JOBS[sys.argv[1]]]))

@@ -2,6 +2,7 @@
 parts, and what is refused.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,7 @@ def model_of(sites: Any) -> Callable[[], None]:
     return model
 
 
+@functools.cache
 def by_quadrature(name: str, alpha: float | None) -> tuple[float, Tensor]:
     """The loss and its gradient in the parameter; of two sites in four dimensions."""
     places = PLACES.double().requires_grad_()
@@ -92,9 +94,9 @@ def by_quadrature(name: str, alpha: float | None) -> tuple[float, Tensor]:
 
 
 OBJECTIVES: dict[str, tuple[Any, int, float | None]] = {
-    "Trace": (Trace_ELBO(num_particles=50), 8, None),
+    "Trace": (Trace_ELBO(num_particles=20), 8, None),
     "Trace, vectorised": (Trace_ELBO(num_particles=PARTICLES, **VECTORISED), 8, None),
-    "TraceGraph": (TraceGraph_ELBO(num_particles=50), 8, None),
+    "TraceGraph": (TraceGraph_ELBO(num_particles=20), 8, None),
     "TraceGraph, vectorised": (
         TraceGraph_ELBO(num_particles=PARTICLES, **VECTORISED),
         8,
@@ -112,7 +114,7 @@ OBJECTIVES: dict[str, tuple[Any, int, float | None]] = {
         8,
         None,
     ),
-    "Renyi": (RenyiELBO(alpha=0.5, num_particles=100), 8, 0.5),
+    "Renyi": (RenyiELBO(alpha=0.5, num_particles=50), 8, 0.5),
     "Renyi, vectorised": (
         RenyiELBO(alpha=0.5, num_particles=PARTICLES, **VECTORISED),
         8,
