@@ -63,6 +63,7 @@ MAY_MISS = (
     "the symmetry says at least: chains in copies that it misses look as if they "
     "disagreed"
 )
+MORE_DRAWS = 16  # times as many for a temperature that few leave uncertain
 CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = (
     "weights",
@@ -222,7 +223,7 @@ def diagnose(
         ``(chains, draws, ...)``, such as ``predict(posterior.samples, any_model, x,
         kind="mean")``.
     :param num_draws: the number of draws, over all chains, at which to evaluate the
-        energy's gradient.
+        energy's gradient; up to 16 times as many if the temperature stays uncertain.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a
         declared group.
     """
@@ -509,6 +510,22 @@ def _subset(draws: Tensor) -> Tensor:
 
 
 def _temperature(
+    posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool
+) -> list[Check]:
+    """Check the temperature of few draws and, as long as it is too uncertain, of four
+    times as many.
+    """
+    available = posterior.num_chains * posterior.num_samples
+    most = min(available, MORE_DRAWS * num_draws)
+    while True:
+        checks = _temperature_of(posterior, symmetry, num_draws, subsampled, arrived)
+        uncertain = any(check.status == "unknown" for check in checks)
+        if not uncertain or num_draws >= most:
+            return checks
+        num_draws = min(most, 4 * num_draws)
+
+
+def _temperature_of(
     posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool
 ) -> list[Check]:
     """Check the temperature of the draws or, if it is too uncertain, accept that of the

@@ -459,6 +459,26 @@ def test_temperatures_are_compared_with_one_within_their_error(name):
     assert diagnose(sound(**{name: lost}))[title].status == "pass"
 
 
+def two_modes() -> None:
+    means = torch.tensor([-4.0, 4.0])
+    fn = dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(means, 1.0)
+    )
+    pyro.sample("z", fn)
+
+
+@pytest.mark.stochastic
+def test_a_temperature_that_few_draws_leave_uncertain_is_that_of_more():
+    """Independent draws: 256 have a standard error of 0.25, 4,096 one of 0.06. To be
+    found uncertain, or above 1.3, it would have to be 5 of them off.
+    """
+    draws = torch.randn(16, 256) + 4 * (2.0 * torch.randint(0, 2, (16, 256)) - 1)
+    posterior = Posterior({"z": draws}, kind="chains").attach(two_modes)
+    assert diagnose(posterior)["temperature"].status == "pass"
+    few = replace(posterior, samples={"z": draws[:, ::16]})
+    assert diagnose(few)["temperature"].status == "unknown"
+
+
 def two_heights(where):
     pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
