@@ -5,8 +5,8 @@ from pyro_symmetric.distributions.estimators import (
     InfoNCE,
     OrbitEstimator,
     SinkhornImportance,
-    usual_estimator,
 )
+from pyro_symmetric.distributions.rotations import RotationImportance, usual_estimator
 from pyro_symmetric.distributions.symmetrized import Symmetrized
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 
@@ -14,6 +14,7 @@ __all__ = [
     "ExactOrbit",
     "InfoNCE",
     "OrbitEstimator",
+    "RotationImportance",
     "SinkhornImportance",
     "Symmetrized",
     "UnitBlocks",

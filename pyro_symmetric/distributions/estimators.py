@@ -59,7 +59,7 @@ LARGEST_PERMANENT = 20  # width; n 2^(n-1) terms are 10 million at 20
 
 class OrbitEstimator(ABC):
     r"""An estimator of :math:`\log \bar q`, the average over ``action.group.finite``:
-    permutations and signs.
+    permutations and signs; :meth:`averaged` returns what it averages over.
 
     ``bound`` states what its expectation is at draws of the base: ``"exact"``, or an
     ``"upper"`` bound of
@@ -67,6 +67,10 @@ class OrbitEstimator(ABC):
     """
 
     bound: ClassVar[Literal["upper", "exact"]] = "upper"
+
+    def averaged(self, base: Distribution, action: Action) -> Group:
+        """Return the group over which the density of a base is averaged."""
+        return action.group.finite
 
     @abstractmethod
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
@@ -259,14 +263,11 @@ class ExactOrbit(OrbitEstimator):
         return log_mean_exp(log_probs).to(log_q.dtype)
 
 
-def usual_estimator(
+def finite_estimator(
     base: Distribution, action: Action, training: bool = True
 ) -> OrbitEstimator:
     """Choose :class:`ExactOrbit` where it costs about as much as an estimate, else
     :class:`SinkhornImportance`.
-
-    :param training: whether it is evaluated at every step; otherwise once for a report,
-        which affords more terms.
     """
     group = action.group.finite
     summed, enumerated = split_group(group, independent_sets(base, action))

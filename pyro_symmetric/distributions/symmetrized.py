@@ -22,7 +22,8 @@ from torch.distributions.kl import register_kl
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import as_tensor
-from pyro_symmetric.distributions.estimators import OrbitEstimator, usual_estimator
+from pyro_symmetric.distributions.estimators import OrbitEstimator
+from pyro_symmetric.distributions.rotations import usual_estimator
 from pyro_symmetric.groups.action import Action
 
 ORBIT_ROUNDS = 64  # random elements that join entries to orbits
@@ -164,7 +165,7 @@ class Symmetrized(TorchDistribution):
 
     def _move(self, base: Tensor) -> Tensor:
         """Move draws of the base by uniform elements, and remember them."""
-        group = self.action.group.finite
+        group = self.estimator.averaged(self.base_distribution, self.action)
         if not group.moves:
             return base
         batch = tuple(map(int, base.shape[:-1]))

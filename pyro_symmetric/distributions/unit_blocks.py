@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import (
+    Independent,
+    LowRankMultivariateNormal,
+    MultivariateNormal,
+    Normal,
+    constraints,
+)
 
 
 class UnitBlocks(TorchDistribution):
@@ -165,3 +172,19 @@ class UnitBlocks(TorchDistribution):
                 )
                 return rows.take_along_dim(order.unsqueeze(-2), -1)
         return None
+
+
+def in_blocks(normal: Any) -> UnitBlocks:
+    """Return a normal over vectors as unit blocks: none of a mean-field one, one block
+    of a correlated one.
+
+    :raises TypeError: if it isn't Gaussian.
+    """
+    if isinstance(normal, UnitBlocks):
+        return normal
+    if isinstance(normal, MultivariateNormal | LowRankMultivariateNormal):
+        whole = torch.arange(len(normal.loc), device=normal.loc.device)
+        return UnitBlocks(normal.loc, [whole[None]], [normal.scale_tril[None]])
+    if isinstance(normal, Independent) and isinstance(normal.base_dist, Normal):
+        return UnitBlocks(normal.base_dist.loc, [], [], normal.base_dist.scale)
+    raise TypeError(f"{normal} isn't Gaussian; take AutoNormal, AutoGaussian or alike")

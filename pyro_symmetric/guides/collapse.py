@@ -28,13 +28,10 @@ from torch.distributions import (
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import InfoNCE
+from pyro_symmetric.distributions.unit_blocks import in_blocks
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.base import action_on
-from pyro_symmetric.guides.gaussian import (
-    in_blocks,
-    plain_posterior,
-    unit_positions,
-)
+from pyro_symmetric.guides.gaussian import plain_posterior, unit_positions
 
 AT_PRIOR = 2.0  # nats of a unit's KL, below which it is as good as at the prior
 CLOSE = 2.0  # times log n: units of a larger KL stay live, whatever the objective

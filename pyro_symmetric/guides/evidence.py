@@ -44,6 +44,7 @@ from pyro_symmetric.discovery.model_carried import AUTO, is_auto
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
+from pyro_symmetric.distributions.rotations import SURE_UNITS, rotation_remarks
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.collapse import UnitDivergences, unit_divergences
@@ -109,7 +110,8 @@ class Evidence:
     :param estimator: the estimator of the symmetrised density.
     :param bound: ``"lower"`` if the expectation of ``symmetrized_elbo`` is a lower
         bound of the symmetrised guide's ELBO, ``"exact"`` if it is that ELBO.
-    :param log_order: ``log |G|``, the most that symmetrisation can add.
+    :param log_order: ``log |G|`` of permutations and signs, the most that averaging
+        over these can add; over rotations it may add more.
     :param importance: the log-evidence by importance sampling from the symmetrised
         guide.
     :param pareto_k: the Pareto shape of the importance weights; above 0.7, or less for
@@ -117,6 +119,8 @@ class Evidence:
     :param bridge: the log-evidence by bridge sampling, if a posterior was given.
     :param doubts: diagnostics that failed; empty if all passed.
     :param units: how far the guide's units are from their priors, if it is Gaussian.
+    :param remarks: over which rotations was averaged, with how many effective
+        proposals, and over which not.
     """
 
     elbo: float
@@ -131,6 +135,7 @@ class Evidence:
     bridge: EvidenceEstimate | None = None
     doubts: tuple[str, ...] = ()
     units: UnitDivergences | None = field(default=None, compare=False)
+    remarks: tuple[str, ...] = ()
 
     @property
     def best(self) -> EvidenceEstimate:
@@ -162,6 +167,7 @@ class Evidence:
                     f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, "
                     f"{draws}"
                 )
+        lines += [f"  {remark}" for remark in self.remarks]
         if self.units:
             lines.append(f"  {self.units}")
         if self.doubts:
@@ -222,7 +228,9 @@ def evidence(
     :param posterior: for the bridge, draws of the posterior that the guide wasn't
         fitted to.
     :param estimator: of the symmetrised log-density; by default exact where that is
-        cheap, else matched units.
+        cheap, else matched units. Of a Gaussian guide,
+        :class:`~pyro_symmetric.distributions.RotationImportance` where units of
+        ``symmetry`` rotate: 2 to 8, or up to 16 with a doubt. ``remarks`` says so.
     :param num_samples: draws of the guide, at least 2, and about as many of the
         posterior, evenly spaced.
     :param chunk: the number of draws evaluated at once.
@@ -256,7 +264,6 @@ def evidence(
     symmetry = _of_guide(guide, posterior) if is_auto(symmetry) else symmetry
     if symmetry is None:
         symmetry = Group([], layout_of(guide).site_shapes)
-    group = group_of(symmetry).finite
     model = None
     if log_joint is None:
         if guide._raw_model is None:
@@ -270,9 +277,10 @@ def evidence(
     layout, base, action = (
         layout_of(guide),
         plain_posterior(guide),
-        action_on(guide, group),
+        action_on(guide, group_of(symmetry).compact),
     )
     estimator = estimator or usual_estimator(base, action, training=False)
+    group = estimator.averaged(base, action)
     training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
     require_spread(base, guide)
 
@@ -332,6 +340,8 @@ def evidence(
         weighted = widened(importance(symmetrized), k)
         slow, mean = slow_tail(symmetrized), float(symmetrized.mean())
         units = _units(guide, group, model, draws[:PRIORS])
+        checked = draws[:CHECKED_DENSITIES]
+        remarks = rotation_remarks(estimator, base, action, checked)
         if posterior is not None and math.isfinite(weighted.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
             at_chains = joint(chains.flatten(0, 1)) - density(
@@ -354,6 +364,12 @@ def evidence(
     doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat, apart)
     if getattr(guide, "at_least", False):
         doubts += ("symmetry: it says at least, and copies that it misses count less",)
+    rotating = [group[name].size for name in group.names("rotate")]
+    if max(rotating, default=0) > SURE_UNITS:
+        doubts += (
+            f"rotations: {max(rotating)} units have modes that proposals may miss, good "
+            f"up to {SURE_UNITS}",
+        )
     elbos = (
         (float(values.mean()), float(values.std() / num_samples**0.5))
         for values in (plain, symmetrized)
@@ -364,10 +380,10 @@ def evidence(
         "lower" if estimator.bound == "upper" else estimator.bound,
         group.log_order(),
     )
-    if units and group.log_order():
+    if units and group.log_order() and not rotating:
         units = replace(units, share=(above - elbo) / group.log_order())
     values = (elbo, elbo_error, above, above_error, *settings, weighted, k, bridged)
-    return Evidence(*values, doubts, units)
+    return Evidence(*values, doubts, units, remarks)
 
 
 def _units(

@@ -28,6 +28,7 @@ from pyro_symmetric.alignment.moments import to_gaussian
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.matching import unit_sets
+from pyro_symmetric.distributions.unit_blocks import in_blocks
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.groups.units import rows
 from pyro_symmetric.guides.base import (
@@ -224,25 +225,6 @@ def plain_posterior(guide: AutoGuide) -> Any:
         f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or "
         "AutoNormal"
     )
-
-
-@torch.no_grad()
-def in_blocks(normal: Any) -> UnitBlocks:
-    """Return a normal over vectors as unit blocks: none of a mean-field one, one block
-    of a correlated one.
-
-    :raises TypeError: if it isn't Gaussian.
-    """
-    if isinstance(normal, UnitBlocks):
-        return normal
-    if isinstance(normal, dist.MultivariateNormal | dist.LowRankMultivariateNormal):
-        whole = torch.arange(len(normal.loc), device=normal.loc.device)
-        return UnitBlocks(normal.loc, [whole[None]], [normal.scale_tril[None]])
-    if isinstance(normal, dist.Independent) and isinstance(
-        normal.base_dist, dist.Normal
-    ):
-        return UnitBlocks(normal.base_dist.loc, [], [], normal.base_dist.scale)
-    raise TypeError(f"{normal} isn't Gaussian; take AutoNormal, AutoGaussian or alike")
 
 
 def require_spread(distribution: Any, guide: Any) -> None:

@@ -46,10 +46,11 @@ from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.discovery.model_carried import AUTO, Auto, carried_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
+from pyro_symmetric.distributions.unit_blocks import in_blocks
 from pyro_symmetric.groups import Action, Element, Group
 from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.guides.base import action_on, layout_of
-from pyro_symmetric.guides.gaussian import AutoGaussian, in_blocks, plain_posterior
+from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import map_values
