@@ -32,8 +32,10 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 
 Weights = dict[str, Tensor]
 ROWS, LARGEST = 5, 15
-POINTS = 12  # at which derivatives are taken
+SILENT = 1e-6  # derivatives up to which may be rounding
+POINTS = 24  # at which outputs and derivatives are taken: more than there are weights
 SIZES = (0.1, 1.0, 10.0, 100.0)  # of inputs, in turn
+WEIGHT_SIZES = (1.0, 1.0, 8.0)  # likewise: large ones reach bounds behind a norm
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "leaky": lambda z: F.leaky_relu(z, 0.2),
@@ -167,8 +169,8 @@ class Points:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         self.weights = [
-            {name: drawn(*value.shape) for name, value in own.items()}
-            for _ in range(POINTS)
+            {name: size * drawn(*value.shape) for name, value in own.items()}
+            for _, size in zip(range(POINTS), itertools.cycle(WEIGHT_SIZES))
         ]
         self.inputs = [
             SIZES[k % len(SIZES)] * drawn(ROWS, net.design.inputs)
@@ -238,7 +240,7 @@ class Points:
                 for name, value in weights.items()
             ]
             block = torch.cat(columns, 1)
-            rows.append(block / block.abs().max().clamp_min(1e-300))
+            rows.append(block / block.abs().max().clamp_min(SILENT))
         return torch.cat(rows)
 
     def scales(self) -> int:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -153,25 +154,28 @@ def with_multipliers(
         multipliers = law.multipliers(cells)
     except NotDifferentiable:  # permutations alone are found
         return Multiplied(list(units), True)
-    for cell, moves in multipliers.items():
-        _add_multipliers(by_name, cell, moves)
-    multiplied = [
-        {axis.site for axis in one.axes if axis.exponent} for one in by_name.values()
+    for cell in cells:
+        _add_multipliers(by_name, cell, multipliers.pop(cell, {}))
+    scaled = [
+        {axis.site for axis in one.axes if axis.exponent}
+        for one in by_name.values()
+        if "scale" in one.moves
     ]
     occupied = {axis.site for one in by_name.values() for axis in one.axes}
+    shifted = set[str]()
     for site, move in law.whole_sites():
-        if site not in held and (
-            {site} not in multiplied if move == "scale" else site not in occupied
-        ):
-            axis = Axis(
-                site,
-                0,
-                torch.arange(shapes[site][0], device="cpu")[:, None],
-                int(move == "scale"),
-            )
-            by_name[f"{move} of {site}"] = Units(
-                f"{move} of {site}", 1, (axis,), moves=frozenset({move})
-            )
+        if site in held or ({site} in scaled if move == "scale" else site in occupied):
+            continue
+        if move == "shift":
+            shifted.add(site)
+        name, index = f"{move} of {site}", torch.arange(shapes[site][0], device="cpu")
+        axis = Axis(site, 0, index[:, None], int(move == "scale"))
+        by_name[name] = Units(name, 1, (axis,), moves=frozenset({move}))
+    for cell, moves in multipliers.items():  # of all units of a cell together
+        if shifted & {axis.site for axis in cell.axes}:
+            law.undecided = True  # what is shifted isn't multiplied in a group
+        else:
+            _add_multipliers(by_name, cell, moves)
     return Multiplied(list(by_name.values()), law.undecided, law)
 
 
@@ -281,15 +285,16 @@ class _Law:
         """
         scales, signs = self._solved_by_blocks(cells) or self._solved(cells)
         solved: dict[_Cell, Moves] = {
-            cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells
+            cell: dict.fromkeys(basis, frozenset({"scale"}))
+            for cell, basis in scales.items()
         }
-        for cell, moves in solved.items():
-            for parity in signs[cell]:
-                same = next(
-                    (exponents for exponents in moves if _parity(exponents) == parity),
-                    parity,
-                )
-                moves[same] = moves.get(same, frozenset()) | {"flip"}
+        for cell, parity in _pairs(signs):
+            moves = solved.setdefault(cell, {})
+            same = next(
+                (exponents for exponents in moves if _parity(exponents) == parity),
+                parity,
+            )
+            moves[same] = moves.get(same, frozenset()) | {"flip"}
         return solved
 
     def _solved_by_blocks(self, cells: Sequence[_Cell]) -> tuple[Bases, Bases] | None:
@@ -385,6 +390,8 @@ class _Law:
             math.ceil((3 * len(cell.axes) + spare) / cell.units.count)
             for cell in soluble
         ]
+        if self.small:  # all units together have one row a loss
+            needed += [len(cell.axes) + 2 for cell in cells]
         losses = max(len(self.points), min(most, max(needed, default=1)))
         products = self._inner_products(cells, losses, "scale")
         while len(self.points) < MORE_POINTS and any(
@@ -408,6 +415,8 @@ class _Law:
         scales = _independent_of_others(scales, self.shapes, False)
         self.untied = [one.untied(self.weights) for one in self.passes]
         self.has_powers = any(forward.has_powers() for forward in self.untied)
+        if self.small:
+            losses = max(losses, min(most, self._most_reads(cells) + 2))
         try:
             linear = self._inner_products(cells, losses, "flip")
             signs = {
@@ -420,7 +429,9 @@ class _Law:
         signs = self._confirmed(signs, -1.0)
         if self.small:
             signs = self._with_signs_that_laws_miss(signs, products, linear)
-            self.undecided |= self._moves_together(scales, signs, products, linear)
+            together = [_together(cell) for cell in cells]
+            scales |= self._scales_together(together, scales, products)
+            signs |= self._signs_together(together, signs, products, linear)
         return scales, _independent_of_others(signs, self.shapes, True)
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
@@ -475,6 +486,12 @@ class _Law:
         return rotating_units(group, weights, gradient, self.null, stand_in)
 
     # inner products -------------------------------------------------------------------
+
+    def _most_reads(self, cells: Sequence[_Cell]) -> int:
+        """Return how many reads of its axes a cell has at most."""
+        further = Counter(self._leaves("flip").values())
+        reads = (sum(1 + further[axis.site] for axis in c.axes) for c in cells)
+        return max(reads, default=0)
 
     def _inner_products(
         self, cells: Sequence[_Cell], losses: int, twin: Move
@@ -709,52 +726,69 @@ class _Law:
             found[cell] = [[*basis, *further][k] for k in chosen]
         return found
 
-    def _moves_together(
-        self, scales: Bases, signs: Bases, products: Products, linear: Products
-    ) -> bool:
-        """Return whether units of a cell may be multiplied together, but not each by
-        itself: none of these is in the group.
+    def _scales_together(
+        self, together: Sequence[_Cell], scales: Bases, products: Products
+    ) -> Bases:
+        """Find scales of all units of a cell together, none of which has its own.
 
-        A norm without an epsilon lets all units in front of it be scaled together.
+        A norm without an epsilon lets all units in front of it be scaled together. Of
+        one with an epsilon that trials don't show nothing is known.
         """
-        for bases, factor in ((scales, FACTOR[self.dtype]), (signs, -1.0)):
-            known = [(cell, own) for cell, basis in bases.items() for own in basis]
-            for cell in bases:
-                together = _together(cell)
-                proposed = [
-                    (together, exponents)
-                    for exponents in self._proposed_together(
-                        together, factor, products, linear
-                    )
-                    # whole sites are scaled by moves of their own
-                    if factor < 0 or len(_moved_sites(cell, exponents)) != 1
-                ]
-                if not proposed:
-                    continue
-                entries = _exponents_of_entries([*known, *proposed], 1, self.shapes)
-                for proposal, row in zip(proposed, entries[len(known) :], strict=True):
-                    of_known = np.concatenate([entries[: len(known)], row[None]])
-                    if len(known) not in independent(of_known, factor < 0):
-                        continue
-                    if self._confirmed({together: [proposal[1]]}, factor)[together]:
-                        return True
-        return False
+        proposed, exact = Bases(), Bases()
+        for cell in together:
+            # whole sites are scaled by moves of their own
+            proposed[cell] = [
+                exponents
+                for exponents in self._scales(cell, products)
+                if len(_moved_sites(cell, exponents)) > 1
+            ]
+        for cell, basis in self._further(proposed, scales, FACTOR[self.dtype]).items():
+            law = _matrix(cell, products)[0]
+            errors = (law @ torch.tensor(basis, dtype=law.dtype).T).abs().amax(0)
+            pairs = zip(basis, errors.tolist(), strict=True)
+            exact[cell] = [own for own, error in pairs if error <= EXACT]
+            self.undecided |= len(exact[cell]) < len(basis)
+        return exact
 
-    def _proposed_together(
-        self, cell: _Cell, factor: float, products: Products, linear: Products
-    ) -> list[Exponents]:
-        """Propose exponents of a lone unit; among signs, that of all its axes, too."""
-        if not bool((_matrix(cell, products)[1] > self.silent).all()):
-            return []
-        if factor > 0:
-            return self._scales(cell, products)
-        columns, proposed = _columns(cell, linear), list[Exponents]()
-        if len(_matrix(cell, linear, columns)[0]) >= len(columns) + 2:
-            proposed = self._signs(cell, [], products, linear)
-        unseen = bool((_matrix(cell, linear)[1] <= self.silent).any())
-        if unseen or self.has_powers:
-            proposed += _further_parities(cell, proposed)
-        return [*proposed, tuple(int(axis.epsilon is None) for axis in cell.axes)]
+    def _signs_together(
+        self,
+        together: Sequence[_Cell],
+        signs: Bases,
+        products: Products,
+        linear: Products,
+    ) -> Bases:
+        """Find signs of all units of a cell together, none of which has its own."""
+        proposed = Bases()
+        for cell in together:
+            if not bool((_matrix(cell, products)[1] > self.silent).all()):
+                continue
+            parities = self._signs(cell, [], products, linear)
+            unseen = bool((_matrix(cell, linear)[1] <= self.silent).any())
+            if unseen or self.has_powers:
+                parities += _further_parities(cell, parities)
+            parities.append(tuple(int(axis.epsilon is None) for axis in cell.axes))
+            proposed[cell] = parities
+        return self._further(proposed, signs, -1.0)
+
+    def _further(self, proposed: Bases, known: Bases, factor: float) -> Bases:
+        """Return the proposals for lone units that hold, and that neither other units
+        nor earlier proposals span.
+        """
+        known_pairs, proposed_pairs = _pairs(known), _pairs(proposed)
+        if not proposed_pairs:
+            return {}
+        entries = _exponents_of_entries([*known_pairs, *proposed_pairs], 1, self.shapes)
+        spanning, further = entries[: len(known_pairs)], Bases()
+        for (cell, exponents), row in zip(
+            proposed_pairs, entries[len(known_pairs) :], strict=True
+        ):
+            with_row = np.concatenate([spanning, row[None]])
+            if len(spanning) not in independent(with_row, factor < 0):
+                continue
+            if self._confirmed({cell: [exponents]}, factor)[cell]:
+                further.setdefault(cell, []).append(exponents)
+                spanning = with_row
+        return further
 
     # trials ---------------------------------------------------------------------------
 
@@ -762,9 +796,7 @@ class _Law:
         """Keep the exponents under which outputs are invariant when units are
         multiplied by powers of a factor.
         """
-        proposals = [
-            (cell, exponents) for cell, basis in bases.items() for exponents in basis
-        ]
+        proposals = _pairs(bases)
         # One by one first, since changes may cancel; then all at once far off, where a
         # clamp isn't odd any more.
         for k, point in enumerate([*self.points, *self.test_points]):
@@ -1169,10 +1201,15 @@ def _moved_sites(cell: _Cell, exponents: Exponents) -> set[str]:
 
 
 def _together(cell: _Cell) -> _Cell:
-    """Return all units of a cell as one."""
+    """Return all units of a cell as one, whose moves are no units' own."""
     axes = [replace(axis, index=axis.index.reshape(-1, 1)) for axis in cell.axes]
-    units = Units(cell.units.name, 1, tuple(axes), moves=frozenset())
+    units = Units(f"all of {cell.units.name}", 1, tuple(axes), moves=frozenset())
     return _Cell(units, tuple(axes), frozenset())
+
+
+def _pairs(bases: Bases) -> list[Proposal]:
+    """List the exponents of all cells."""
+    return [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
 
 
 def _further_parities(cell: _Cell, basis: Sequence[Exponents]) -> Iterator[Exponents]:

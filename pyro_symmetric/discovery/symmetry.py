@@ -18,7 +18,7 @@ from pyro_symmetric.arguments import Device, Json, Names
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
-from pyro_symmetric.groups.units import table
+from pyro_symmetric.groups.units import LISTED, table
 from pyro_symmetric.weights import (
     Tensors,
     Weights,
@@ -104,6 +104,8 @@ class Symmetry:
     :param remarks: what else there is to say.
     :param rotating: the names of units that may also be mixed by orthogonal maps, which
         :meth:`with_rotations` lets them.
+    :param seen_in_eval: moves, with the names of their units, that change outputs in
+        train mode, though they scale no running statistics; see :attr:`eval_only`.
     """
 
     group: Group
@@ -112,6 +114,7 @@ class Symmetry:
     at_least: bool = False
     remarks: Names = ()
     rotating: Names = ()
+    seen_in_eval: tuple[tuple[Move, str], ...] = ()
 
     def __repr__(self) -> str:
         group = self.group
@@ -132,6 +135,13 @@ class Symmetry:
             lines.append(
                 f"{', '.join(turning)}: all orthogonal maps of the units hold as well; "
                 "with_rotations() adds them"
+            )
+        if moves := self.eval_only:
+            listed = ", ".join(f"{name} ({move})" for move, name in moves[:LISTED])
+            further = f" and {len(moves) - LISTED} more" * (len(moves) > LISTED)
+            lines.append(
+                f"{listed}{further}: in evaluation mode only, which reads running "
+                "statistics; in_train_mode() leaves them out"
             )
         return "\n".join(lines)
 
@@ -199,6 +209,23 @@ class Symmetry:
         """
         return self.group.buffers
 
+    @property
+    def eval_only(self) -> tuple[tuple[Move, str], ...]:
+        """The moves, with the names of their units, that hold in evaluation mode only,
+        as layers read running statistics there.
+        """
+        scaling = [
+            ("scale", name)
+            for name in self.group.names("scale")
+            if any(axis.buffer and axis.exponent for axis in self.group[name].axes)
+        ]
+        return tuple(
+            (move, name)
+            for move in MOVES
+            for name in self.group.names(move)
+            if (move, name) in (*scaling, *self.seen_in_eval)
+        )
+
     def log_order(self) -> float:
         """Return the natural logarithm of the number of permutations with signs, of
         which those that act alike count once.
@@ -226,7 +253,19 @@ class Symmetry:
         chosen = named(
             "site", site, dict.fromkeys(axis.site for axis in self.explanation)
         )
-        return Explanation(axis for axis in self.explanation if axis.site in chosen)
+        return Explanation(
+            self._with_modes(axis) for axis in self.explanation if axis.site in chosen
+        )
+
+    def _with_modes(self, explained: AxisExplanation) -> AxisExplanation:
+        """Name the moves of an axis that hold in evaluation mode only."""
+        place = explained.site, explained.dim
+        reasons = [explained.reason] if explained.reason else []
+        for move, name in self.eval_only:
+            axes = self.group[name].axes
+            if place in {(axis.site, axis.dim) for axis in axes if axis.exponent}:
+                reasons.append(f"{name} ({move}) in evaluation mode only")
+        return explained._replace(reason="; ".join(reasons))
 
     # elements -------------------------------------------------------------------------
 
@@ -343,7 +382,18 @@ class Symmetry:
                     for site in before
                 ):
                     group = group.without([name], move)
-        return replace(self, group=group.without_buffers(self.buffers))
+        return replace(
+            self,
+            group=group.without_buffers(self.buffers),
+            seen_in_eval=self.eval_only,
+        )
+
+    def in_train_mode(self) -> Symmetry:
+        """Return the symmetries that hold in train mode, too; see :attr:`eval_only`."""
+        group = self.group
+        for move, name in self.eval_only:
+            group = group.without([name], move)
+        return replace(self, group=group)
 
     def without(
         self, names: Sequence[str], moves: str | Sequence[str] | None = None
@@ -380,6 +430,7 @@ class Symmetry:
             "at_least": self.at_least,
             "remarks": [*self.remarks],
             "rotating": [*self.rotating],
+            "seen_in_eval": [*self.seen_in_eval],
         }
 
     @classmethod
@@ -397,6 +448,7 @@ class Symmetry:
             data["at_least"],
             tuple(data["remarks"]),
             tuple(data.get("rotating", ())),
+            tuple((move, name) for move, name in data.get("seen_in_eval", ())),
         )
 
 

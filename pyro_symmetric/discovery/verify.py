@@ -158,9 +158,17 @@ def repaired(
         inputs of some sizes reach. If it doesn't, fresh weights tell what holds.
     """
     dropped: list[BrokenMove] = []
+    points = _Points if bounded else _OnePoint
     try:
-        outputs = (_Points if bounded else _OnePoint)(symmetry, net, inputs, kwargs)
+        outputs = points(symmetry, net, inputs, kwargs)
         while broken := broken_moves(symmetry.group, outputs.change)[0]:
+            untried = {(one.move, one.name) for one in broken if one.move != "permute"}
+            untried -= {*symmetry.eval_only}
+            if untried and outputs.at_own.has_train_mode:  # do they hold without it?
+                in_eval = (*symmetry.seen_in_eval, *sorted(untried))
+                symmetry = replace(symmetry, seen_in_eval=in_eval)
+                outputs = points(symmetry, net, inputs, kwargs)
+                continue
             dropped += broken
             for one in broken:
                 symmetry = symmetry.without([one.name], one.move)
@@ -487,6 +495,7 @@ class _Copy:
         self.weights = symmetry.weights_of(self.net)
         self.call = TensorsOnly(self.net, args, kwargs)
         self.logits, self.seed = symmetry.logits, drawn_seed()
+        self.eval_only = symmetry.eval_only
         # the point whose weights are loaded, and the sites that differ from its own
         self.loaded: _Outputs | None = None
         self.changed = set[str]()
@@ -762,44 +771,30 @@ class _Outputs:
             self.before[True] = None
         self.tolerance, self.measured = TOLERANCE, False
 
+    @property
+    def has_train_mode(self) -> bool:
+        """Whether the copy has other outputs in train mode."""
+        return self.before[True] is not None
+
     def change(self, element: Element) -> Change:
         """Return the change of the outputs by an element, in either mode.
 
-        Scales of running variances plus epsilon are exact in eval mode alone; they are
-        applied after train mode is compared.
+        What holds in eval mode alone is applied after train mode is compared.
         """
         group = element.group
-        eval_only = {
-            units.name
-            for units in group.units.values()
-            if any(axis.buffer and axis.exponent for axis in units.axes)
-        }
-        eval_only &= set(group.names("scale"))
-        both = [
-            (move, name)
-            for move, name in moves_in(group)
-            if move != "scale" or name not in eval_only
-        ]
-        first = only(element, both) if eval_only else element
+        in_eval = set(self.copy.eval_only) & set(moves_in(group))
+        in_both = set(moves_in(group)) - in_eval
+        first = only(element, in_both) if in_eval else element
         self.copy.load(
             self,
             lambda site: first.on_site(site, self._own(site)),
             _moved_sites(element),
         )
         size = self._difference(True)
-        if eval_only:
-            scalings = group.scalings.without(set(group.scalings.units) - eval_only)
-            logs = {
-                name: element.log_scales[name].reshape(scalings[name].shape)
-                for name in eval_only
-            }
-            second = Element(scalings, log_scales=logs, dtype=torch.float64)
-            weights = self.copy.weights
-            scaled = {
-                axis.site for units in scalings.units.values() for axis in units.axes
-            }
-            for site in scaled:
-                with torch.no_grad():
+        if in_eval:
+            second, weights = only(element, in_eval), self.copy.weights
+            with torch.no_grad():
+                for site in {a.site for _, name in in_eval for a in group[name].axes}:
                     weights[site].copy_(second.on_site(site, weights[site]))
         size = max(size, self._difference(False))
         if not size < self.tolerance:

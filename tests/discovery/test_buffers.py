@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
+from pyro_symmetric.discovery.symmetry import Symmetry, copied
 from pyro_symmetric.discovery.verify import verify
 
 X = torch.arange(100, dtype=torch.float64).square().sin().reshape(2, 2, 5, 5)
@@ -130,3 +132,83 @@ def test_singular_vectors_move_and_keep_their_length() -> None:
         moved.sort().values, layer.parametrizations.weight[0]._u.sort().values
     )
     assert symmetry.group.buffers == ("0.parametrizations.weight.0._u",)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values, each behind a batch normalisation of its own.
+
+    Running means of keys shift all scores of a query alike.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("query", "key", "value"):
+            layers = nn.Linear(3, 2, bias=False), nn.BatchNorm1d(2)
+            setattr(self, name, nn.Sequential(*layers))
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.query(x) @ self.key(x).T).softmax(-1)
+        return self.out(scores @ self.value(x))
+
+
+def test_scales_that_hold_in_evaluation_mode_only_are_marked() -> None:
+    torch.manual_seed(0)
+    net, x = Attention().double(), torch.randn(6, 3, dtype=torch.float64)
+    for _ in range(3):
+        net(3.0 * torch.randn(20, 3, dtype=torch.float64) + 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is dropped
+        symmetry = ps.find_symmetry(net, x)
+    scaled = {axis.site for axis in symmetry.scalings["key.0"].axes if axis.exponent}
+    assert scaled == {"key.0.weight", "key.1.weight"}  # no running statistics
+    marked = {("scale", "key.0"), ("scale", "key.1"), ("scale", "query.0~2")}
+    assert marked <= set(symmetry.eval_only)
+    assert "in evaluation mode only" in str(symmetry)
+    said = "key.0 (scale) in evaluation mode only"
+    assert said in str(symmetry.explain("key.0.weight"))
+    assert ("scale", "key.0") in symmetry.holding(net).eval_only
+
+    read = Symmetry.from_dict(symmetry.to_dict())
+    in_both = read.in_train_mode()
+    assert in_both.scalings.units
+    assert not in_both.eval_only
+    assert _change(symmetry, net.eval(), x) < 1e-12
+    assert _change(symmetry, net.train(), x) > 1e-2
+    assert _change(in_both, net.eval(), x) < 1e-12
+    assert _change(in_both, net.train(), x) < 1e-12
+
+
+def _change(symmetry: Symmetry, net: nn.Module, x: Tensor) -> float:
+    """Return the largest change of outputs by a random element, in the net's mode."""
+    moved = symmetry.act(symmetry.sample(), net)
+    return float((moved(x) - copied(net)(x)).abs().max().detach())
+
+
+class Spectral(nn.Module):
+    """A layer that is divided by its largest singular value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(3, 4, bias=False)
+        self.first = nn.utils.parametrizations.spectral_norm(layer)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+def test_signs_that_hold_in_evaluation_mode_only_are_marked() -> None:
+    """Train mode computes singular vectors anew, and so gives a value a sign."""
+    torch.manual_seed(0)
+    net, x = Spectral().double(), torch.randn(5, 3, dtype=torch.float64)
+    symmetry = ps.find_symmetry(net, x)
+    (flip,) = [name for move, name in symmetry.eval_only if move == "flip"]
+    assert {axis.site for axis in symmetry.signs[flip].axes} == {
+        "first.parametrizations.weight.original"
+    }
+    signs = ps.Group([symmetry.signs[flip]], symmetry.site_shapes)
+    minus = signs.element(signs={flip: -torch.ones(1)})
+    before = net.eval()(x)
+    assert (symmetry.act(minus, net)(x) - before).abs().max() < 1e-12
+    assert (symmetry.act(minus, net.train())(x) - before).abs().max() > 1e-2

@@ -3,12 +3,40 @@ by a null space.
 """
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import pyro_symmetric as ps
 from benchmarks.checks.random_networks import compared, network
 
 
-@pytest.mark.parametrize("seed", [0, 10, 13, 22, 40])
+# 96 reads a matrix twice, 134 and 214 divide by a length
+@pytest.mark.parametrize("seed", [0, 10, 13, 22, 40, 96, 134, 214])
 def test_nothing_is_wrong_or_missed_in_silence(seed: int) -> None:
     result = compared(network(seed))
     assert not result.wrong, result
     assert not result.missed_in_silence, result
+
+
+class Normalised(nn.Module):
+    """Units that are divided by their common length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h / h.norm(dim=-1, keepdim=True))
+
+
+def test_units_in_front_of_a_norm_are_scaled_together() -> None:
+    torch.manual_seed(0)
+    symmetry = ps.find_symmetry(Normalised(), torch.randn(5, 2))
+    assert list(symmetry.scalings.factors.values()) == [1]
+    (units,) = symmetry.scalings.units.values()
+    assert {(axis.site, axis.exponent) for axis in units.axes} == {
+        ("first.weight", 1),
+        ("first.bias", 1),
+    }
+    assert not symmetry.at_least
