@@ -773,7 +773,7 @@ class _Outputs:
 
     @property
     def has_train_mode(self) -> bool:
-        """Whether the copy has other outputs in train mode."""
+        """The verdict that outputs differ in train mode."""
         return self.before[True] is not None
 
     def change(self, element: Element) -> Change:
