@@ -44,6 +44,7 @@ INSIDE = {
         ["statistics"],
         ["diagnostics", "predict"],
         ["tables"],
+        ["summaries"],
         ["posterior"],
         ["checkpoints"],
     ],

@@ -51,6 +51,7 @@ from pyro_symmetric.alignment.moments import (
 from pyro_symmetric.alignment.scale_fit import Evening, evening, fitted
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups import Element, Group, group_of
+from pyro_symmetric.posterior.tables import html_table
 from pyro_symmetric.weights import Weights, map_values
 
 # The most rounds of fitting scales and matching again, and the relative gain that a
@@ -104,14 +105,22 @@ class Alignment:
         """Return whether the alignment of every source has converged."""
         return bool(as_tensor(self.converged).all())
 
+    def _repr_html_(self) -> str:
+        costs = (f"{_mean(cost):.6g}" for cost in (self.initial_cost, self.cost))
+        rows = [("", "source", "aligned"), ("cost", *costs)]
+        return html_table("Alignment", rows, [self._tried(), repr(self.element)])
+
     def __repr__(self) -> str:
         before = _mean(self.initial_cost)
         after = _mean(self.cost)
+        tried = self._tried()
+        return f"Alignment(cost {before:.6g} -> {after:.6g}, {tried}, {self.element})"
+
+    def _tried(self) -> str:
         share = _mean(self.converged)
         ended = "converged" if share == 1 else f"{1 - share:.0%} not converged"
         descents = len(self.start_costs)
-        tried = "all elements tried" if self.exact else f"{descents} descents, {ended}"
-        return f"Alignment(cost {before:.6g} -> {after:.6g}, {tried}, {self.element})"
+        return "all elements tried" if self.exact else f"{descents} descents, {ended}"
 
 
 def _mean(number: Any) -> float:

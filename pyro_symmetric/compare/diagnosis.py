@@ -53,7 +53,7 @@ from pyro_symmetric.posterior.statistics import (
     evenly_spaced,
     exceeded_by_few,
 )
-from pyro_symmetric.posterior.tables import HEAD, site_row, table
+from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
 
 MOST_ROWS = 256  # of inputs to predict at
 MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
@@ -171,12 +171,19 @@ class Diagnosis:
         """Show the outcome, and the checks that don't pass."""
         return self._format(self.failed)
 
-    def _format(self, checks: Any) -> str:
+    def _repr_html_(self) -> str:
         head = f"{self.draws}: {self.outcome}"
-        rows = [
+        rows = [("status", "check", "finding"), *self._rows(self.checks)]
+        return html_table(head, rows, self.remarks)
+
+    def _rows(self, checks: Sequence[Check]) -> list[tuple[str, ...]]:
+        return [
             (check.status, self._shown(check.name), check.words) for check in checks
         ]
-        lines = [head, *self.remarks]
+
+    def _format(self, checks: Sequence[Check]) -> str:
+        rows = self._rows(checks)
+        lines = [f"{self.draws}: {self.outcome}", *self.remarks]
         if rows:
             lines.append(table(rows, left=(0, 1, 2)))
         return "\n".join(lines)

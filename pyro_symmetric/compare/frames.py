@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ from pyro_symmetric.posterior.posterior import (
     samples_of,
 )
 from pyro_symmetric.weights import Tensors, Weights, map_values, select_rows
+
+if TYPE_CHECKING:
+    from pyro_symmetric.posterior.summaries import Summary
 
 SEED = 0  # of the alignment, so that a frame is a function of the draws
 
@@ -159,12 +162,13 @@ def summary(
     *,
     prob: float = 0.9,
     **alignment: Any,
-) -> None:
-    """Print the summary of a posterior; modulo a symmetry, its draws are aligned first.
+) -> Summary:
+    """Summarise a posterior in a data frame; modulo a symmetry, its draws are aligned
+    first.
 
     The symmetry is that of the posterior's model, which is removed where labels are
     certain in most draws; a line says what was aligned, and what was left as drawn and
-    why. Without a symmetry this is ``posterior.summary()``.
+    why. Without a symmetry it prints as ``posterior.summary()`` does.
 
     With a symmetry that is given, lines above the table say how many draws were moved,
     which sites the symmetry doesn't act on, and in how many draws labels are uncertain:
@@ -206,9 +210,7 @@ def summary(
         left = _left_as_drawn(frame.posterior, carried.group)
         lines = [_moved(frame, modulo), *left, *_remarks(frame, carried.group)]
         chains = frame.posterior
-    if lines:
-        print("\n".join([*lines, ""]))
-    chains.summary(prob)
+    return chains.summarised(prob, lines)
 
 
 def _certainly_aligned(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pyro_symmetric.posterior.tables import table
+from pyro_symmetric.posterior.tables import html_table, table
 
 Parts = dict[str, dict[str, Any]]  # part -> name -> number or array
 
@@ -57,6 +57,9 @@ class DistanceResult:
         totals = {"title": self.title, "value": self.value, **self.totals}
         return plain({**totals, "num_samples": self.num_samples, "parts": self.parts})
 
+    def _repr_html_(self) -> str:
+        return html_table(repr(self).splitlines()[0], part_rows(self.parts))
+
     def __repr__(self) -> str:
         against = " against ".join(f"{count:,}" for count in self.num_samples)
         totals = ", ".join(f"{name} {value:.3g}" for name, value in self.totals.items())
@@ -102,6 +105,9 @@ class SignificanceTest:
         """Return the result as JSON."""
         return plain({**vars(self), "rejected": self.rejected})
 
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.title}: {self.verdict}", part_rows(self.parts))
+
     def __repr__(self) -> str:
         return f"{self.title}: {self.verdict}\n{by_part(self.parts)}".rstrip()
 
@@ -130,16 +136,18 @@ class Scores(dict[str, Any]):
 
 def by_part(parts: Parts) -> str:
     """Format a line for each part, with a column for each of its single numbers."""
+    rows = part_rows(parts)
+    return table(rows) if rows else ""
+
+
+def part_rows(parts: Parts) -> list[tuple[str, ...]]:
+    """Return a head, and a row of single numbers for each part; none without parts."""
     first = next(iter(parts.values()), {})
     names = [name for name, value in first.items() if isinstance(value, int | float)]
-    rows = [
-        (part, *(_short(own[name]) for name in names)) for part, own in parts.items()
-    ]
-    return (
-        table([("", *(name.replace("_", " ") for name in names)), *rows])
-        if rows
-        else ""
-    )
+    rows = [("", *(name.replace("_", " ") for name in names))]
+    for part, numbers in parts.items():
+        rows.append((part, *(_short(numbers[name]) for name in names)))
+    return rows if parts else []
 
 
 def _short(value: float) -> str:

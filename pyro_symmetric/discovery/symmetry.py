@@ -18,7 +18,8 @@ from pyro_symmetric.arguments import Device, Json, Names
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
-from pyro_symmetric.groups.units import LISTED, table
+from pyro_symmetric.groups.units import LISTED, table, unit_rows
+from pyro_symmetric.posterior.tables import html_table
 from pyro_symmetric.weights import (
     Tensors,
     Weights,
@@ -117,6 +118,14 @@ class Symmetry:
     seen_in_eval: tuple[tuple[Move, str], ...] = ()
 
     def __repr__(self) -> str:
+        units = self.group.units
+        lines = [self._head(), *[table(units)] * bool(units), *self._remarks()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._head(), unit_rows(self.group.units), self._remarks())
+
+    def _head(self) -> str:
         group = self.group
         count = {
             move: sum(group[name].count for name in group.names(move)) for move in MOVES
@@ -130,20 +139,24 @@ class Symmetry:
         )
         if count["rotate"]:
             head += f", {count['rotate']} units that rotate"
-        lines = [head, *(table(group.units) if group.units else []), *self.remarks]
-        if turning := [n for n in self.rotating if n in group.names("permute")]:
-            lines.append(
-                f"{', '.join(turning)}: all orthogonal maps of the units hold as well; "
+        return head
+
+    def _remarks(self) -> list[str]:
+        permuted = self.group.names("permute")
+        remarks = [*self.remarks]
+        if turning := ", ".join(name for name in self.rotating if name in permuted):
+            remarks.append(
+                f"{turning}: all orthogonal maps of the units hold as well; "
                 "with_rotations() adds them"
             )
         if moves := self.eval_only:
             listed = ", ".join(f"{name} ({move})" for move, name in moves[:LISTED])
             further = f" and {len(moves) - LISTED} more" * (len(moves) > LISTED)
-            lines.append(
+            remarks.append(
                 f"{listed}{further}: in evaluation mode only, which reads running "
                 "statistics; in_train_mode() leaves them out"
             )
-        return "\n".join(lines)
+        return remarks
 
     def with_rotations(self) -> Symmetry:
         """Let the units of :attr:`rotating` rotate, where the group has their

@@ -775,7 +775,7 @@ class Group:
 
     def __repr__(self) -> str:
         return "\n".join(
-            [f"Group of log-order {self.log_order():.1f}", *table(self.units)]
+            [f"Group of log-order {self.log_order():.1f}", table(self.units)]
         )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Device, as_tensor
 from pyro_symmetric.groups.moves import MOVES, Move, Rotate
+from pyro_symmetric.posterior import tables
 from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights
 
 if TYPE_CHECKING:
@@ -789,9 +790,14 @@ def pruned(units: Sequence[Units]) -> list[Units]:
     return kept[::-1]
 
 
-def table(units: Mapping[str, Units]) -> list[str]:
+def table(units: Mapping[str, Units]) -> str:
     """Format units as aligned lines; units inside others follow these, indented."""
-    rows = [("units", "number", "moves", "axes")]
+    return tables.table(unit_rows(units), left=(0, 2, 3))
+
+
+def unit_rows(units: Mapping[str, Units]) -> list[tuple[str, ...]]:
+    """Return a head, and a row for each set of units, after those around it."""
+    rows: list[tuple[str, ...]] = [("units", "number", "moves", "axes")]
 
     def add(parent: str | None, indent: str) -> None:
         for one in (own for own in units.values() if own.parent == parent):
@@ -809,11 +815,7 @@ def table(units: Mapping[str, Units]) -> list[str]:
             add(one.name, indent + "  ")
 
     add(None, "")
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip()
-        for a, b, c, d in rows
-    ]
+    return rows
 
 
 # entries along axes -------------------------------------------------------------------

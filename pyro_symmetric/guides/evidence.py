@@ -57,6 +57,7 @@ from pyro_symmetric.posterior.statistics import (
     copied_chains,
     effective_size,
 )
+from pyro_symmetric.posterior.tables import html_table
 from pyro_symmetric.weights import Layout, Weights, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
@@ -143,6 +144,25 @@ class Evidence:
         importance sampling: mind ``doubts``.
         """
         return self.bridge or self.importance
+
+    def _repr_html_(self) -> str:
+        estimates = {"importance sampling": self.importance}
+        if self.bridge:
+            estimates["bridge sampling"] = self.bridge
+        numbers = {
+            "ELBO": (self.elbo, self.elbo_error),
+            "symmetrised ELBO": (self.symmetrized_elbo, self.symmetrized_error),
+        }
+        numbers |= {
+            name: (estimate.log_evidence, math.nan if self.doubts else estimate.error)
+            for name, estimate in estimates.items()
+        }
+        rows = [
+            (name, f"{value:.7g}", f"{error:.2g}")
+            for name, (value, error) in numbers.items()
+        ]
+        head = ("", "nats", "standard error")
+        return html_table("Evidence", [head, *rows], self.doubts)
 
     def __repr__(self) -> str:
         relation, shape = (

@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from pyro_symmetric.arguments import (
     described,
 )
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
+from pyro_symmetric.posterior.tables import html_table, metadata_as_json, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
 from pyro_symmetric.weights import (
     ByName,
@@ -51,6 +51,9 @@ from pyro_symmetric.weights import (
     batch_shape,
     map_values,
 )
+
+if TYPE_CHECKING:
+    from pyro_symmetric.posterior.summaries import Summary
 
 Kind = Literal["chains", "independent"]
 
@@ -435,25 +438,28 @@ class Posterior:
         """Print a line for every entry of the smaller sites, as Pyro does.
 
         Chains also get a line for every site: worst and median R-hat and effective
-        sample sizes. With a symmetry, whose copies of a mode mix in the draws, use
-        ``ps.summary(posterior, symmetry)``, which aligns them first.
+        sample sizes. The table itself is ``ps.summary(posterior, None)``. With a
+        symmetry, whose copies of a mode mix in the draws, ``ps.summary(posterior,
+        symmetry)`` aligns them first.
 
         :param prob: probability of the interval between quantiles.
         """
+        print(self.summarised(prob))
+
+    def summarised(self, prob: float, lead: Sequence[str] = ()) -> Summary:
+        """Return :meth:`summary` as a table.
+
+        :param lead: lines above it.
+        """
+        from pyro_symmetric.posterior.summaries import Summary  # imports pandas
+
         arguments.fraction("prob", prob)
         total = self.counted()
         if "diverging" in self.statistics:
             total += f"; {int(self.statistics['diverging'].sum())} of {self.num_chains * self.num_samples} diverged"
         if "acceptance_rate" in self.statistics:
             total += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
-        print(
-            "\n".join(
-                [
-                    *summary_tables(self.samples, prob, chains=self.kind == "chains"),
-                    total,
-                ]
-            )
-        )
+        return Summary.of(self.samples, prob, self.kind == "chains", lead, total)
 
     def __repr__(self) -> str:
         weights = sum(shape.numel() for shape in self.site_shapes.values())
@@ -474,6 +480,11 @@ class Posterior:
         return "\n".join(
             [*lines, *(f"  {name}: {text}" for name, text in more.items() if text)]
         )
+
+    def _repr_html_(self) -> str:
+        head, *lines = repr(self).splitlines()
+        rows = [(site, tuple(shape)) for site, shape in self.site_shapes.items()]
+        return html_table(head, [("site", "shape"), *rows], lines[len(rows) :])
 
     def counted(self) -> str:
         """Count the draws in words, such as ``4 chains of 100 draws``."""

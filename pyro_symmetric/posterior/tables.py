@@ -1,5 +1,5 @@
-"""Draws ``(chains, draws, *site_shape)`` by site as tables of statistics and as ArviZ's
-tree.
+"""Draws ``(chains, draws, *site_shape)`` by site as ArviZ's tree; tables as text and
+HTML.
 
 Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0.
 Statistics are NaN where they are undefined: for sites without entries, fewer than 4
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +23,11 @@ from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
+from pyro_symmetric.posterior.statistics import ChainStatistics
 
 if TYPE_CHECKING:
     import xarray
 
-MAX_ENTRIES_SHOWN = 32  # of a site
 HEAD = (
     "site",
     "entries",
@@ -68,68 +68,19 @@ def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
     return (site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
 
 
-def summary_tables(
-    samples: Mapping[str, Tensor], prob: float, chains: bool
-) -> list[str]:
-    """Format a line for every entry of the smaller sites, as in Pyro's summary, and for
-    chains a line for every site.
-
-    :param prob: probability of the interval between quantiles.
-    """
-    statistics = (
-        {site: chain_statistics(draws) for site, draws in samples.items()}
-        if chains
-        else {}
-    )
-    small = {
-        s: v
-        for s, v in samples.items()
-        if v.numel() and v.shape[2:].numel() <= MAX_ENTRIES_SHOWN
-    }
-    rows = [
-        row
-        for site, draws in small.items()
-        for row in _entry_rows(site, draws, prob, statistics.get(site))
-    ]
-    lines: list[str] = []
+def html_table(
+    title: str, rows: Sequence[Sequence[Any]] = (), remarks: Sequence[str] = ()
+) -> str:
+    """Format a title, rows of which the first is the head, and remarks as HTML."""
+    parts = [f"<b>{escape(title)}</b>"] if title else []
     if rows:
-        low, high = (1 - prob) / 2, (1 + prob) / 2
-        heads = (
-            "mean",
-            "std",
-            "median",
-            f"{low:.1%}",
-            f"{high:.1%}",
-            *(("n_eff", "r_hat") if chains else ()),
-        )
-        width = max(len(row[0]) for row in rows)
-        lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
-        lines += [
-            f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row)
-            for name, *row in rows
-        ]
-    if chains:
-        lines += [""] * bool(lines) + [
-            table([HEAD, *(site_row(*site) for site in statistics.items())])
-        ]
-    return lines
-
-
-def _entry_rows(
-    site: str, draws: Tensor, prob: float, statistics: ChainStatistics | None
-) -> list[tuple[Any, ...]]:
-    shape = draws.shape[2:]
-    flat = draws.double().cpu().reshape(-1, shape.numel())
-    quantiles = np.quantile(flat.numpy(), [0.5, (1 - prob) / 2, (1 + prob) / 2], axis=0)
-    numbers = [flat.mean(0), flat.std(0), *quantiles]
-    if statistics is not None:
-        numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-    names = (
-        [f"{site}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)]
-        if shape
-        else [site]
-    )
-    return list(zip(names, *(number.tolist() for number in numbers), strict=True))
+        lines = []
+        for number, row in enumerate(rows):
+            tag = "td" if number else "th"
+            cells = (f"<{tag}>{escape(str(cell))}</{tag}>" for cell in row)
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        parts.append(f"<table>{''.join(lines)}</table>")
+    return "".join([*parts, *(f"<div>{escape(remark)}</div>" for remark in remarks)])
 
 
 # ArviZ's tree -------------------------------------------------------------------------

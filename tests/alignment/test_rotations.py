@@ -164,5 +164,5 @@ def test_chains_that_are_turned_agree_modulo_rotations(seed, capsys):
         site: value + 0.05 * torch.randn(4, 200, *value.shape, dtype=torch.float64)
         for site, value in zip(("W", "z"), equal, strict=True)
     }
-    ps.summary(turns(tied), group)
+    print(ps.summary(turns(tied), group))
     assert "close to arbitrary" in capsys.readouterr().out

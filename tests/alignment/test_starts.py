@@ -64,9 +64,8 @@ def test_starts_that_disagree_are_told_of_and_the_best_is_kept(capsys):
     assert frame.history[-1] == min(frame.ends)
     assert not frame.starts_agree
     assert "starts disagree" in repr(frame)
-    summary(
-        Posterior.from_samples(members, kind="chains", num_chains=2), group, restarts=4
-    )
+    posterior = Posterior.from_samples(members, kind="chains", num_chains=2)
+    print(summary(posterior, group, restarts=4))
     assert "starts disagree" in capsys.readouterr().out
     alike = Frame(*[None] * 4, True, "l2", (1.0, 1.0 + 1e-6))
     assert alike.starts_agree

@@ -58,7 +58,7 @@ def test_separated_components_agree_modulo_the_labels_that_are_found(switching, 
     line = "modulo 3! labels of (locs, weights), found in the model"
     assert line in repr(diagnosis)
     assert ps.diagnose(switching, None).remarks == ()
-    ps.summary(switching)
+    print(ps.summary(switching))
     printed = capsys.readouterr().out
     assert printed.startswith(line)
     means = sorted(
@@ -91,7 +91,7 @@ def test_labels_of_groups_without_data_are_left_alone(capsys):
     samples = {"theta": torch.randn(4, 500, 2), "mean": 0.1 * torch.randn(4, 500)}
     posterior = drawn(samples, groups_without_data, torch.randn(20))
     assert posterior.symmetry.permutations.order() == 2
-    ps.summary(posterior)
+    print(ps.summary(posterior))
     printed = capsys.readouterr().out
     assert (
         "left as drawn: 2! labels of (theta), of which two may as well swap" in printed
@@ -106,9 +106,9 @@ def test_nothing_changes_for_a_model_without_a_symmetry(capsys):
     x = torch.randn(20, 2)
     posterior = drawn({"w": torch.randn(4, 100, 2)}, regression, x, x[:, 0])
     assert posterior.symmetry.log_order() == 0
-    ps.summary(posterior)
+    print(ps.summary(posterior))
     found = capsys.readouterr().out
-    ps.summary(posterior, None)
+    print(ps.summary(posterior, None))
     assert capsys.readouterr().out == found
     assert repr(ps.diagnose(posterior)) == repr(ps.diagnose(posterior, None))
     frame = ps.align_many(posterior)
@@ -118,7 +118,7 @@ def test_nothing_changes_for_a_model_without_a_symmetry(capsys):
 def test_draws_without_a_model_are_taken_as_drawn_with_a_line(switching, capsys):
     plain = dict(switching.samples)
     assert "they carry no model" in repr(ps.diagnose(plain))
-    ps.summary(plain)
+    print(ps.summary(plain))
     assert capsys.readouterr().out.startswith("draws taken as drawn: they carry")
     samples = switching.get_samples()
     frame = ps.align_many(samples)
@@ -164,7 +164,7 @@ def test_a_model_whose_symmetry_is_unknown_is_said_to_be_so(capsys):
         pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
 
     posterior = drawn({"w": torch.randn(4, 100, 2)}, noisy, torch.tensor(0.3))
-    ps.summary(posterior)
+    print(ps.summary(posterior))
     line, *_ = capsys.readouterr().out.splitlines()
     assert line.startswith("draws taken as drawn: no symmetry could be looked for:")
     assert "two evaluations" in line
@@ -267,7 +267,7 @@ def test_a_model_goes_through_guide_chains_and_tables_without_a_group(
     )
     assert posterior.symmetry.finite == guide.group
     assert f"modulo {words}, found in the model" in repr(ps.diagnose(posterior))
-    ps.summary(posterior, progress=False)
+    print(ps.summary(posterior, progress=False))
     assert words.partition(" ")[0] in capsys.readouterr().out
     tree = ps.align_many(posterior, progress=False).posterior.to_arviz()
     assert set(tree["posterior"].data_vars) == set(posterior.samples)

@@ -5,6 +5,7 @@ that a posterior's model lacks.
 import itertools
 import re
 
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -15,6 +16,7 @@ import pyro_symmetric as ps
 from pyro_symmetric.compare.frames import canonical_frame, one_frame, pooled_frame
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
 # The largest weight, by which canonical forms sort, is alike for all units; the other
@@ -172,7 +174,7 @@ def clusters(*batch):
 def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
     posterior = Posterior(CLUSTERS.sample((4, 200))(clusters(4, 200)), kind="chains")
     torch.manual_seed(0)
-    ps.summary(posterior, CLUSTERS, progress=False)
+    print(ps.summary(posterior, CLUSTERS, progress=False))
     shown = capsys.readouterr().out
     head = shown.splitlines()[0]
     assert head.startswith("modulo Group of log-order 3.2: aligned, ")
@@ -193,19 +195,41 @@ def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
     assert max(deviations) < 0.55
 
 
+def test_the_summary_is_a_data_frame_of_what_the_draws_say():
+    draws = {
+        "mu": torch.randn(4, 100, 2) + torch.tensor([1.0, 5.0]),
+        "s": torch.zeros(4, 100),
+    }
+    table = ps.summary({**draws, "large": torch.randn(4, 100, 40)}, None, prob=0.5)
+    assert list(table.index) == ["mu[0]", "mu[1]", "s"]
+    flat = draws["mu"].double().flatten(0, 1)
+    quantile = torch.quantile(flat, 0.25, 0)
+    for name, expected in {"mean": flat.mean(0), "25.0%": quantile}.items():
+        shown = torch.tensor(table[name].tolist()[:2]).double()
+        torch.testing.assert_close(shown, expected)
+    r_hat = chain_statistics(draws["mu"]).r_hat
+    assert table.loc["mu[1]", "r_hat"] == pytest.approx(float(r_hat[1]))
+    assert set(table.sites) == {"mu", "s", "large"}
+    for selected in (table.loc[["s"]], table.round(2), table.copy()):
+        assert type(selected) is pd.DataFrame
+    shown = table._repr_html_()
+    assert "<th>mu[0]</th>" in shown
+    assert "<td>large</td>" in shown
+    assert "4 chains of 100 draws" in shown
+
+
 def test_the_summary_names_sites_that_the_declaration_leaves_out(capsys):
     example = {"mu": torch.Size([2]), "tau": torch.Size([2]), "noise": torch.Size([])}
     draws = {site: torch.rand(2, 50, *shape) for site, shape in example.items()}
-    ps.summary(draws, ps.Group.declare({"mu": ("k",)}, example), progress=False)
+    print(ps.summary(draws, ps.Group.declare({"mu": ("k",)}, example), progress=False))
     assert "left as drawn: the sites ['tau']" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("moves", ["permute", "flip"])
 def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
     group = ps.Group.declare({"u": ("k",)}, {"u": torch.Size((4,))}, moves=moves)
-    ps.summary(
-        Posterior({"u": torch.randn(4, 250, 4)}, kind="chains"), group, progress=False
-    )
+    posterior = Posterior({"u": torch.randn(4, 250, 4)}, kind="chains")
+    print(ps.summary(posterior, group, progress=False))
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("modulo ")
     assert shown[1].startswith("labels are uncertain: in ")
