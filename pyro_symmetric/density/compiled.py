@@ -128,13 +128,10 @@ class Compiled:
         self, function: Callable[..., Any], structure: Any, flat: list[Tensor]
     ) -> Any:
         """Run the program with the chains last."""
-        with self._lock:
-            if self._lanes is None:
-                self._lanes = self._traced_lanes(flat[0][0])
-        flat = [
-            value.t().contiguous().t() if value.dim() == 2 else value.contiguous()
-            for value in flat
-        ]
+        if self._lanes is None:
+            with self._lock:
+                self._lanes = self._lanes or self._traced_lanes(flat[0][0])
+        flat = [_chains_last(value) for value in flat]
         return self._run(self._lanes, function, (), structure, flat)
 
     def _traced_lanes(self, z: Tensor) -> ChainsLast:
@@ -276,6 +273,15 @@ class Compiled:
                 f"compiling failed: {type(error).__name__}: {str(error).strip()[:300]}"
             ) from error
         return Program(program, out[0])
+
+
+def _chains_last(value: Tensor) -> Tensor:
+    """Return a value of each chain with the chains last in memory."""
+    if value.dim() != 2:
+        return value.contiguous()
+    if value.stride() == (1, len(value)):  # spares calls, of which each counts
+        return value
+    return value.t().contiguous().t()
 
 
 def _evaluate(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:

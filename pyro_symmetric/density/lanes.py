@@ -22,11 +22,17 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.density.eager import Eager, Evaluation, despite_singular
+from pyro_symmetric.density.eager import (
+    Eager,
+    Evaluation,
+    Unavailable,
+    despite_singular,
+)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
+LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
 
 
@@ -75,12 +81,16 @@ class ChainsLast:
 
     :param z: position of a chain, ``(D,)``.
     :ivar constants: results of the graph's nodes that don't depend on the position.
+    :raises Unavailable: if the model factors large matrices of each chain, which takes
+        longer with the chains last.
     """
 
     def __init__(self, eager: Eager, z: Tensor):
         # operators of the graph may make tensors in the default dtype
         with running_pyro(z.dtype):
             self.graph = _graph_of_one_chain(eager, z)
+            if any(_factors_large_matrix(node) for node in self.graph.graph.nodes):
+                raise Unavailable("it factors large matrices")
             self.constants = _constants(self.graph)
 
     def __call__(self, z: Tensor) -> Evaluation:
@@ -117,6 +127,13 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
         graph = make_fx(pure, decomposition_table=dict(select_decomp_table()))(z)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def _factors_large_matrix(node: fx.Node) -> bool:
+    operands = [parent.meta.get("val") for parent in node.all_input_nodes]
+    return "linalg" in str(node.target) and any(
+        isinstance(value, Tensor) and value.numel() > LARGE_MATRIX for value in operands
+    )
 
 
 def _constants(graph: fx.GraphModule) -> dict[fx.Node, Callable[[], Any]]:
@@ -210,7 +227,29 @@ def _mapped(call: Call) -> Any:
 
 
 def _pointwise(call: Call) -> Lanes:
-    return Lanes(call.op(**tree_map(call.aligned, call.arguments)))
+    """Apply an operator to each number, to one of numbers that are repeated along an
+    axis, as those of a parameter of all rows are.
+    """
+    arguments = tree_map(call.aligned, call.arguments)
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    rank = max(tensor.dim() for tensor in tensors)
+    repeated = [
+        axis
+        for axis in range(-rank, -1)
+        if all(_is_repeated(tensor, axis) for tensor in tensors)
+    ]
+
+    def without_repeats(value: Any) -> Any:
+        for axis in repeated:
+            if isinstance(value, Tensor) and value.dim() >= -axis:
+                value = value.narrow(axis, 0, min(1, value.shape[axis]))
+        return value
+
+    return Lanes(call.op(**tree_map(without_repeats, arguments)))
+
+
+def _is_repeated(value: Tensor, axis: int) -> bool:
+    return value.dim() < -axis or value.shape[axis] == 1 or value.stride(axis) == 0
 
 
 def _same(call: Call) -> Any:
@@ -271,8 +310,11 @@ def _cumulative_sum(call: Call) -> Lanes:
     axis = call.arguments["dim"] % rank
     size = values.shape[axis]
     if size > SHORT_SUM:
-        along_last = values.movedim(axis, -1).contiguous().cumsum(-1)
-        return Lanes(along_last.movedim(-1, axis).contiguous())
+        from torch._inductor.inductor_prims import force_stride_order
+
+        along_last = values.movedim(axis, -1).contiguous()
+        along_last = force_stride_order(along_last, along_last.stride())
+        return Lanes(along_last.cumsum(-1).movedim(-1, axis).contiguous())
     number = torch.arange(size, device=values.device)
     is_term = (number[:, None] >= number).reshape(size, size, *[1] * rank)
     terms = torch.where(is_term, values.movedim(axis, 0), 0)

@@ -10,9 +10,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_symmetric.density.density import Density
-from pyro_symmetric.density.eager import same_evaluation
+from pyro_symmetric.density.eager import Unavailable, same_evaluation
 from pyro_symmetric.density.lanes import ChainsLast
 
 X, Y = torch.randn(30, 3), torch.randn(30)
@@ -99,6 +100,17 @@ def of_one_number() -> None:
     pyro.sample("y", dist.NegativeBinomial(rate, logits=rate - 1), obs=COUNTS[3])
 
 
+def heavy_tails() -> None:
+    """Numbers of a parameter are repeated for all rows and summed along them."""
+    freedom = pyro.sample("freedom", dist.Gamma(2.0, 0.1))
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros(5, 1), 1.0).to_event(2))
+    with pyro.plate("rows", 30):
+        moves = pyro.sample("moves", dist.Normal(0.0, 1.0))
+    running = torch.cumsum(torch.stack([moves, -0.5 * moves]).expand(5, 2, 30), -1)
+    likelihood = dist.StudentT(freedom, running.mean(1), scale).to_event(2)
+    pyro.sample("y", likelihood, obs=Y.expand(5, 30))
+
+
 def varying_intercepts() -> None:
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     with pyro.plate("groups", 7):
@@ -115,6 +127,7 @@ MODELS = [
     written_and_sorted,
     multivariate,
     of_one_number,
+    heavy_tails,
 ]
 
 
@@ -132,6 +145,31 @@ def test_with_the_chains_last_a_model_has_the_energies_and_gradients_of_vmap(mod
     found = ChainsLast(density._eager, z[2].clone())(z.t().contiguous().t())
     torch.testing.assert_close(found[0], energy, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found[1], gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_numbers_that_all_rows_share_are_computed_once_a_chain():
+    density = Density(heavy_tails, engine="eager")
+    z = positions(density, 16)
+    lanes = ChainsLast(density._eager, z[0].clone())
+    graph = make_fx(lanes)(z.t().contiguous().t())
+    sizes = [
+        node.meta["val"].numel()
+        for node in graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.lgamma.default
+        )
+    ]
+    assert sizes == [16, 16]
+
+
+def test_large_matrices_are_factored_with_the_chains_first():
+    def model(size):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        y = dist.MultivariateNormal(torch.zeros(size), scale * torch.eye(size))
+        pyro.sample("y", y, obs=torch.zeros(size))
+
+    ChainsLast(Density(model, (5,))._eager, torch.zeros(1))
+    with pytest.raises(Unavailable, match="large matrices"):
+        ChainsLast(Density(model, (50,))._eager, torch.zeros(1))
 
 
 needs_compiler = pytest.mark.skipif(
