@@ -13,7 +13,7 @@ GRAPH = grimp.build_graph("pyro_symmetric", cache_dir=None)
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
     ["_process", "errors"],
-    ["_version", "arguments", "networks"],
+    ["_version", "arguments", "networks", "plots"],
     ["store", "weights"],
     ["datasets", "models"],
     ["density"],

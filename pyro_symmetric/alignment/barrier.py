@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, plots
 from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment.moments import (
     GaussianWeights,
@@ -98,6 +98,12 @@ class BarrierCurve:
             "metrics": metrics,
             "barriers": self.barriers,
         }
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the losses along the path; return the axes."""
+        lines = {name: (self.t, loss) for name, loss in self.losses.items()}
+        xlabel = "position on the path t"
+        return plots.curves(ax, lines, xlabel, "loss (nats per row)", marker=".")
 
     def __repr__(self) -> str:
         values = ", ".join(

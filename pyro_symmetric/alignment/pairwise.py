@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, plots
 from pyro_symmetric.alignment.descent import (
     MOST_ENTRIES,
     Descent,
@@ -104,6 +104,18 @@ class Alignment:
     def __bool__(self) -> bool:
         """Return whether the alignment of every source has converged."""
         return bool(as_tensor(self.converged).all())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot where each unit comes from, by the sets of units; return the axes."""
+        sources = {}
+        for name in self.element.permutations:
+            images = self.element.images(name).reshape(-1, self.element[name].shape[-1])
+            sources[name] = (range(images.shape[-1]), images[0])
+        before, after = _mean(self.initial_cost), _mean(self.cost)
+        xlabel, ylabel = "unit of the reference", "unit of the source"
+        ax = plots.curves(ax, sources, xlabel, ylabel, marker="o", ls="none")
+        ax.set_title(f"cost {before:.4g} to {after:.4g}")
+        return ax
 
     def _repr_html_(self) -> str:
         costs = (f"{_mean(cost):.6g}" for cost in (self.initial_cost, self.cost))

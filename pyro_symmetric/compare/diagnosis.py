@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, plots
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.labels import uncertain_labels
@@ -170,6 +170,20 @@ class Diagnosis:
     def __repr__(self) -> str:
         """Show the outcome, and the checks that don't pass."""
         return self._format(self.failed)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the worst R-hat of each site, as drawn, modulo symmetry and of
+        predictions, beside the limit of convergence; return the axes."""
+        worst = {
+            self._shown(space): {
+                site: numbers.summary()["r_hat"] for site, numbers in sites.items()
+            }
+            for space, sites in self.statistics.items()
+        }
+        ax = plots.dots(ax, worst, "worst R-hat")
+        ax.axvline(R_HAT[0], color="0.5", ls="--", lw=1)
+        ax.set(title=f"{self.draws}: {self.outcome}")
+        return ax
 
     def _repr_html_(self) -> str:
         head = f"{self.draws}: {self.outcome}"

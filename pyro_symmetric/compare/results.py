@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pyro_symmetric import plots
 from pyro_symmetric.posterior.tables import html_table, table
 
 Parts = dict[str, dict[str, Any]]  # part -> name -> number or array
@@ -56,6 +57,15 @@ class DistanceResult:
         """Return the result as JSON."""
         totals = {"title": self.title, "value": self.value, **self.totals}
         return plain({**totals, "num_samples": self.num_samples, "parts": self.parts})
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot :attr:`value` by layer, of predictions a histogram over inputs; return
+        the axes."""
+        name = next(iter(self.totals))
+        if not self.parts:
+            return plots.histogram(ax, self.each, self.title)
+        values = {part: numbers[name] for part, numbers in self.parts.items()}
+        return plots.dots(ax, {name: values}, self.title)
 
     def _repr_html_(self) -> str:
         return html_table(repr(self).splitlines()[0], part_rows(self.parts))
@@ -119,6 +129,26 @@ class Scores(dict[str, Any]):
         if name not in self:
             raise AttributeError(f"no score {name!r}; there are {list(self)}")
         return self[name]
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot accuracy against confidence, or the coverage of intervals against their
+        level, beside the diagonal; return the axes.
+
+        :raises ValueError: if the scores hold neither.
+        """
+        lines: dict[str, Any] = {"calibrated": ((0, 1), (0, 1))}
+        if "coverage" in self:
+            xlabel, ylabel = "level of the interval", "share of targets inside"
+            lines["model"] = (list(self["coverage"]), list(self["coverage"].values()))
+        elif "calibration" in self:
+            xlabel, ylabel, curve = "confidence", "accuracy", self["calibration"]
+            lines["model"] = (curve.confidence, curve.accuracy)
+        else:
+            raise ValueError(
+                f"scores hold {list(self)}; a plot takes those of scores.classification "
+                "or scores.regression"
+            )
+        return plots.curves(ax, lines, xlabel, ylabel, marker=".")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON."""

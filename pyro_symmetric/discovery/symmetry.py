@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, plots
 from pyro_symmetric.arguments import Device, Json, Names
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
@@ -121,6 +121,15 @@ class Symmetry:
         units = self.group.units
         lines = [self._head(), *[table(units)] * bool(units), *self._remarks()]
         return "\n".join(lines)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot each site as a row of its axes, in the colours of the units that move
+        along them; return the axes."""
+        units = {
+            name: {(axis.site, axis.dim) for axis in family.axes}
+            for name, family in self.group.units.items()
+        }
+        return plots.coloured_axes(ax, self.site_shapes, units)
 
     def _repr_html_(self) -> str:
         return html_table(self._head(), unit_rows(self.group.units), self._remarks())

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, plots
 from pyro_symmetric.arguments import (
     Device,
     Json,
@@ -479,6 +479,16 @@ class Posterior:
         }
         return "\n".join(
             [*lines, *(f"  {name}: {text}" for name, text in more.items() if text)]
+        )
+
+    def plot(self, site: str, ax: Any = None) -> Any:
+        """Plot traces and marginals of a site's entries, a line for each chain; return
+        the pair of axes.
+
+        Modulo symmetry: ``align_many(posterior).posterior.plot("locs")``.
+        """
+        return plots.traces(
+            ax, site, self[site].cpu().reshape(self.num_chains, self.num_samples, -1)
         )
 
     def _repr_html_(self) -> str:
