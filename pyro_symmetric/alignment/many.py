@@ -55,7 +55,7 @@ from pyro_symmetric.alignment.moments import (
 )
 from pyro_symmetric.alignment.pairwise import BAR_DELAY
 from pyro_symmetric.alignment.scale_fit import evening
-from pyro_symmetric.canonical.removal import principal_axes
+from pyro_symmetric.canonical.removal import principal_axes, varimax_axes
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     NO_MODEL,
@@ -195,6 +195,7 @@ def align_many(
     restarts: int = 1,
     seed: int | None = None,
     progress: bool = True,
+    varimax: str | None = None,
 ) -> Frame:
     """Align many sets of weights to one frame.
 
@@ -223,6 +224,8 @@ def align_many(
         best result is kept.
     :param seed: of the random choices; ``None`` takes PyTorch's generator.
     :param progress: whether to show a progress bar over starts, after two seconds.
+    :param varimax: a site, to whose varimax axes the common frame of units that rotate
+        along it is turned; by default to the principal axes of all their weights.
     :raises ValueError: for an empty list, naming the member and the site that doesn't
         fit, or if the model that a posterior was drawn from lacks a declared group.
     """
@@ -230,6 +233,11 @@ def align_many(
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     carried = _carried_by(sources, symmetry)
     group = _two_sided(carried.group)
+    turned = group.rotations.sites
+    if varimax is not None and varimax not in turned:
+        raise ValueError(
+            f"varimax is {varimax!r}; units rotate along the sites {list(turned)}"
+        )
     given, device, shape = members_of(sources, group)
     sites = compared_sites(given, group)
     drawn = (
@@ -277,7 +285,7 @@ def align_many(
         if best.history[-1] > rounds.given:
             best = rounds.alternate(rounds.identity)
     rounds.place(best.element)
-    element = rounds.framed(recentre(best.element)).within(group) @ scales
+    element = rounds.framed(recentre(best.element), varimax).within(group) @ scales
     element = reshape(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
     costs = tuple(end.history[-1] for end in ends)
@@ -420,15 +428,19 @@ class _Rounds:
             site: act(element, site, value) for site, value in self._source.items()
         }
 
-    def framed(self, element: Element) -> Element:
+    def framed(self, element: Element, varimax: str | None) -> Element:
         """Turn the common frame of units that rotate to the principal axes of the
-        members' mean.
+        members' mean, or the varimax axes of a site.
         """
         if not self._group.names("rotate"):
             return element
         self.place(element)
         mean = map_values(lambda value: value[0].mean(0), self._present)
-        turn = principal_axes(mean, self._group.rotations)
+        turning = self._group.rotations
+        if varimax is None:
+            turn = principal_axes(mean, turning)
+        else:
+            turn = varimax_axes(mean, turning, varimax)
         return turn.within(self._group) @ element
 
     def _round(self, element: Element, alone: bool, fresh: bool) -> Element:

@@ -25,6 +25,7 @@ from pyro_symmetric.canonical.order import (
 )
 from pyro_symmetric.canonical.scales import evened, weights_of
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.moves import polar
 from pyro_symmetric.groups.units import Axis, Element, along_axis, laid_out
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Tensors, Weights
@@ -32,6 +33,7 @@ from pyro_symmetric.weights import Tensors, Weights
 # keys tie within this many roundings: after unit norm, units with one incoming weight
 # have 1 or -1 there
 TIE = 16
+VARIMAX_STEPS = 200
 
 PermutationKey = Literal["first", "max", "norm"]
 # of each unit's entries, ``(samples, n, entries)`` -> ``(samples, n)``
@@ -173,12 +175,47 @@ def principal_axes(weights: Tensors, group: Group) -> Element:
         units = entries_of(group, viewed, axes).double()
         units = units.unflatten(-2, (one.copies, one.size))
         ascending = torch.linalg.eigh(units @ units.mT).eigenvectors
-        axes_of = ascending.flip(-1).mT
-        turned = axes_of @ units
-        largest = turned.take_along_dim(turned.abs().argmax(-1, keepdim=True), -1)
-        matrices = torch.where(largest < 0, -axes_of, axes_of)
+        matrices = _largest_positive(ascending.flip(-1).mT, units)
         rotations[name] = matrices.reshape(*shape, *one.shape, one.size)
     return Element(group, rotations=rotations, batch_shape=shape)
+
+
+def varimax_axes(weights: Tensors, group: Group, site: str) -> Element:
+    """Return the rotations to the varimax axes of a site (Kaiser 1958): its squared
+    entries vary the most along each unit.
+
+    Units decrease in their sums of squares there, and the largest entry of each is
+    positive. Units elsewhere get their principal axes.
+    """
+    principal = principal_axes(weights, group)
+    viewed = group.viewed(principal.on_sites(weights))
+    rotations = {}
+    for name in group.names("rotate"):
+        one = group[name]
+        axes = [axis for axis in group.axes(name) if axis.site == site]
+        if not axes:
+            continue
+        units = entries_of(group, viewed, axes).double()
+        units = units.unflatten(-2, (one.copies, one.size))
+        matrices = torch.eye(one.size, dtype=units.dtype, device=units.device)
+        for _ in range(VARIMAX_STEPS):
+            turned = matrices @ units
+            squares = turned.square()
+            slope = turned * (squares - squares.mean(-1, keepdim=True))
+            matrices = polar(slope @ units.mT)
+        order = (matrices @ units).square().sum(-1, keepdim=True).argsort(-2).flip(-2)
+        matrices = _largest_positive(matrices.take_along_dim(order, -2), units)
+        shape = (*principal.batch_shape, *one.shape, one.size)
+        rotations[name] = matrices.reshape(shape)
+    batch_shape = principal.batch_shape
+    return Element(group, rotations=rotations, batch_shape=batch_shape) @ principal
+
+
+def _largest_positive(matrices: Tensor, units: Tensor) -> Tensor:
+    """Change signs so that the largest entry of each turned unit is positive."""
+    turned = matrices @ units
+    largest = turned.take_along_dim(turned.abs().argmax(-1, keepdim=True), -1)
+    return torch.where(largest < 0, -matrices, matrices)
 
 
 def removing_element(

@@ -27,6 +27,7 @@ from pyro_symmetric.canonical.forms import (
     uncertain_share,
 )
 from pyro_symmetric.compare.labels import uncertain_labels
+from pyro_symmetric.compare.rotations import in_certain_frames
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -208,8 +209,9 @@ def summary(
         frame = align_many(chains, carried.group, **alignment)
         modulo = f"modulo {str(carried.group).splitlines()[0]}"
         left = _left_as_drawn(frame.posterior, carried.group)
-        lines = [_moved(frame, modulo), *left, *_remarks(frame, carried.group)]
-        chains = frame.posterior
+        remarks = _remarks(frame, carried.group)
+        chains, frames = in_certain_frames(frame.posterior, carried.group)
+        lines = [_moved(frame, modulo), *left, *remarks, *frames]
     return chains.summarised(prob, lines)
 
 
@@ -294,7 +296,8 @@ def _left_as_drawn(posterior: Posterior, group: Group) -> Iterator[str]:
 
 def _remarks(frame: Frame, group: Group) -> Iterator[str]:
     """Yield remarks on the alignment: uncertain labels, starts that disagree."""
-    share = uncertain_share(frame.posterior.samples, group)
+    permuted = group.without(group.names("rotate"))
+    share = uncertain_share(frame.posterior.samples, permuted)
     if share > RARE:
         yield (
             f"labels are uncertain: in {share:.0%} of the draws units could as well "
@@ -305,9 +308,8 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
     for name in doubtful_axes(frame.posterior.samples, group):
         yield (
             f"the principal axes of {name!r} are close to arbitrary: two of their "
-            "second "
-            "moments are too close for the spread of the draws, or zero; read what no "
-            "rotation changes instead, such as products of the turned matrices"
+            "second moments are too close for the spread of the draws, or zero; "
+            "intervals hold in this frame alone"
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)

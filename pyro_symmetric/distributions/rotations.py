@@ -34,10 +34,12 @@ from torch import Tensor
 from torch.distributions import (
     Categorical,
     Distribution,
+    Independent,
     Normal,
 )
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.distributions.estimators import (
     CHUNK_NUMBERS,
@@ -60,6 +62,7 @@ STARTS, MODES = 10, 6
 NEWTON_STEPS = 14
 STEP_SIZES = (1.0, 0.25, 0.06, 0.015, 0.0)  # of a Newton step; the best is taken
 WIDENED = 1.2  # variance of proposals, times that of the Laplace approximation
+JUDGED = 200  # draws, at which the spread along orbits is judged
 LEAST_HAAR, PILOTS = 0.05, 32  # share of Haar draws, and how many choose it
 SAME = 1e-3  # distance at which two modes are one
 
@@ -309,7 +312,7 @@ def log_rotation_weights(
         turn = _haar((len(chosen), size), value.device)
         form = _form(base, positions, chosen, turn @ chosen[:, positions].double())
         with torch.no_grad():
-            proposals = _Proposals(form, turn)
+            proposals = _Proposals(form)
             drawn = proposals.draw(count)
             rotations = torch.cat([turn.mT.unsqueeze(1), drawn], 1)
             log_density = proposals.log_density(rotations)
@@ -319,6 +322,39 @@ def log_rotation_weights(
     numbers = (STARTS + count) * size**2 * max(size**2, vectors.shape[-1])
     weights = in_chunks(evaluate, len(vectors), CHUNK_NUMBERS // numbers)
     return weights.mT.reshape(count + 1, *value.shape[:-1])
+
+
+class AngularSpread(NamedTuple):
+    """The spread of aligned draws along their orbits.
+
+    :param radians: standard deviations of the angle in each plane of two units.
+    :param elsewhere: the share of the density of all draws, along a draw's orbit, that
+        lies around other modes than the highest.
+    """
+
+    radians: Tensor
+    elsewhere: float
+
+
+@forked(0)
+def angular_spread(units: Tensor) -> AngularSpread:
+    """Return the spread of draws of units, ``(draws, n, entries)``, along their orbits,
+    under independent Gaussians fitted to all of them.
+    """
+    draws, size, entries = units.shape
+    loc, scale = units.double().mean(0).flatten(), units.double().std(0).flatten()
+    base = Independent(Normal(loc, torch.where(scale > 0, scale, 1.0)), 1)
+    numbers = size**2 * max(size**4, size * entries)
+    few = max(1, min(JUDGED, CHUNK_NUMBERS // numbers))
+    chosen = units[:: -(-draws // few)].double()
+    places = torch.arange(len(loc), device=loc.device).view(size, entries)
+    proposals = _Proposals(_form(base, places, chosen.flatten(1), chosen))
+    best = proposals.log_share.argmax(-1)[:, None, None]
+    precision = WIDENED * proposals.precision.take_along_dim(best, 1)
+    axes = proposals.axes.take_along_dim(best.unsqueeze(-1), 1)
+    variances = 4 * (axes.square() / precision.unsqueeze(-2)).sum(-1)
+    share = proposals.log_share.exp().amax(-1)
+    return AngularSpread(variances.mean((0, 1)).sqrt(), float(1 - share.mean()))
 
 
 class _Proposals:
@@ -331,10 +367,10 @@ class _Proposals:
     :ivar haar_share: of Haar draws, larger where the form is flat, ``(draws, 1)``.
     """
 
-    def __init__(self, form: _Form, turn: Tensor):
-        self.form, self.size = form, turn.shape[-1]
-        self.basis = _skew_basis(self.size).to(turn.device)
-        self.modes = self._climb(self._starts(turn))
+    def __init__(self, form: _Form):
+        self.form, self.size = form, math.isqrt(form.linear.shape[-1])
+        self.basis = _skew_basis(self.size).to(form.linear.device)
+        self.modes = self._climb(self._starts())
         flat = 2.0 * (self.size - 1)  # curvature of Haar's measure itself
         curvature, self.axes = torch.linalg.eigh(4 * self._slopes(self.modes).curvature)
         precision = (curvature + flat).clamp(min=flat)
@@ -345,8 +381,7 @@ class _Proposals:
         found_before = (apart < SAME).tril(-1).any(-1)
         self.log_share = mass.masked_fill(found_before, -math.inf).log_softmax(-1)
         self.precision = precision / WIDENED
-        pilots = form.at(_haar((len(turn), PILOTS, self.size), turn.device))
-        spread = pilots.var(-1, keepdim=True)
+        spread = form.at(self._haar(PILOTS)).var(-1, keepdim=True)
         self.haar_share = (-spread / 2).exp().clamp(LEAST_HAAR, 1.0)
 
     def draw(self, count: int) -> Tensor:
@@ -357,8 +392,7 @@ class _Proposals:
         around = _cayley(self._skew(vectors)) @ self.modes.unsqueeze(2)
         around = around.take_along_dim(mode.unsqueeze(1), 1).squeeze(1)
         is_haar = torch.rand_like(around[..., 0, 0]) < self.haar_share
-        haar = _haar(around.shape[:-1], around.device)
-        return torch.where(is_haar[..., None, None], haar, around)
+        return torch.where(is_haar[..., None, None], self._haar(count), around)
 
     def log_density(self, rotations: Tensor) -> Tensor:
         """Return the log-density against Haar's measure, ``(draws, k)``."""
@@ -379,15 +413,15 @@ class _Proposals:
 
     # modes
 
-    def _starts(self, turn: Tensor) -> Tensor:
+    def _starts(self) -> Tensor:
         """Return the polar factors of the linear term, of both determinants, and Haar
         draws.
         """
-        left, _, right = torch.linalg.svd(self.form.linear.view_as(turn))
+        matrices = self.form.linear.unflatten(-1, (self.size, self.size))
+        left, _, right = torch.linalg.svd(matrices)
         reflected = torch.cat([left[..., :-1], -left[..., -1:]], -1)
         factors = torch.stack([left @ right, reflected @ right], 1)
-        random = _haar((len(turn), STARTS, self.size), turn.device)
-        return torch.cat([factors, random], 1)
+        return torch.cat([factors, self._haar(STARTS)], 1)
 
     def _climb(self, rotations: Tensor) -> Tensor:
         """Move the highest of some rotations ``(draws, m, n, n)`` to modes, by Newton
@@ -421,6 +455,10 @@ class _Proposals:
         products = self.basis.mT.flatten(-2) @ bent.flatten(-2).mT
         quadratic = tangents @ self.form.quadratic.unsqueeze(1) @ tangents.mT
         return _Slopes(turned.flatten(-2) @ basis.mT, quadratic - products)
+
+    def _haar(self, count: int) -> Tensor:
+        linear = self.form.linear
+        return _haar((len(linear), count, self.size), linear.device)
 
     def _skew(self, vectors: Tensor) -> Tensor:
         return (vectors @ self.basis.flatten(-2)).unflatten(-1, (self.size, self.size))

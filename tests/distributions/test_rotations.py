@@ -176,8 +176,9 @@ def nats_claimed_too_many(monkeypatch: Any, turned: bool) -> float:
     haar = rotations._haar
     matrix = torch.eye(2, dtype=torch.float64)
 
-    def still(_: Any, turn: Tensor) -> Tensor:
-        return matrix.expand(len(turn), rotations.MODES, 2, 2)
+    def still(proposals: Any) -> Tensor:
+        draws = len(proposals.form.linear)
+        return matrix.expand(draws, rotations.MODES, 2, 2)
 
     def unturned(shape: Any, device: Any) -> Tensor:
         return matrix.expand(*shape, 2) if len(shape) == 2 else haar(shape, device)

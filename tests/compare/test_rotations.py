@@ -1,0 +1,115 @@
+"""Summaries of units that rotate: how certain their common frame is, against quadrature
+over O(2); varimax axes, against random rotations; invariants.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyro_symmetric as ps
+from pyro_symmetric.compare.rotations import invariants
+from pyro_symmetric.distributions.rotations import angular_spread
+from pyro_symmetric.posterior.statistics import chain_statistics
+
+
+def factors(entries: int = 8, size: int = 3) -> ps.Group:
+    return ps.Group.declare(
+        {"W": (None, "f")}, {"W": torch.Size([entries, size])}, "rotate"
+    )
+
+
+def turned_chains(centre: Tensor, spread: float) -> ps.Posterior:
+    """Four chains about a matrix, each turned as a whole."""
+    draws = centre + spread * torch.randn(4, 250, *centre.shape, dtype=torch.float64)
+    turns = factors(*centre.shape).sample((4, 1), dtype=torch.float64)
+    return ps.Posterior(turns({"W": draws}), kind="chains")
+
+
+def density_along_orbits(units: Tensor) -> tuple[Tensor, Tensor]:
+    """Return densities of draws turned by evenly spaced angles, and reflected, under
+    the Gaussians that fit all of them, ``(2, angles, draws)``, and the angles.
+    """
+    angles = torch.arange(720, dtype=torch.float64) * 2 * math.pi / 720
+    cosine, sine = angles.cos(), angles.sin()
+    turns = torch.stack([cosine, -sine, sine, cosine], -1).view(-1, 2, 2)
+    reflection = torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
+    matrices = torch.stack([turns, turns @ reflection])
+    fitted = torch.distributions.Normal(units.mean(0), units.std(0))
+    moved = matrices.unsqueeze(2) @ units
+    logs = fitted.log_prob(moved).sum((-1, -2))
+    return (logs - logs.amax((0, 1))).exp(), angles
+
+
+@pytest.mark.parametrize("size", [0.15, 0.4, 2.0])
+def test_spread_along_orbits_is_that_of_quadrature(size):
+    """Two units, of which one is small, so that its sign is uncertain."""
+    torch.manual_seed(0)
+    scales = torch.tensor([[2.0], [size]], dtype=torch.float64)
+    units = scales * torch.randn(2, 9).double() + 0.3 * torch.randn(200, 2, 9).double()
+    found = angular_spread(units)
+    density, angles = density_along_orbits(units)
+    masses = density.sum(1)
+    elsewhere = float((masses.amin(0) / masses.sum(0)).mean())
+    assert found.elsewhere == pytest.approx(elsewhere, abs=0.03)
+    best = density.gather(0, masses.argmax(0).expand(1, 720, -1))[0]
+    share = best / best.sum(0)
+    mean = torch.polar(share, angles.unsqueeze(-1).expand_as(share)).sum(0)
+    variance = float((-2 * mean.abs().log()).mean())
+    assert float(found.radians) == pytest.approx(variance**0.5, rel=0.1)
+
+
+def test_determined_units_are_shown_in_their_frame():
+    torch.manual_seed(1)
+    centre = torch.randn(8, 3, dtype=torch.float64)
+    posterior = turned_chains(centre, 0.12)
+    assert chain_statistics(posterior.samples["W"]).r_hat.max() > 2
+    shown = str(ps.summary(posterior, factors(), progress=False, seed=0))
+    assert "intervals of 'f' are conditional on their common frame" in shown
+    assert "W[7,2]" in shown
+    frame = ps.align_many(posterior, factors(), progress=False, seed=0)
+    assert chain_statistics(frame.posterior.samples["W"]).r_hat.max() < 1.03
+
+
+def test_of_units_without_a_frame_only_invariants_are_shown():
+    torch.manual_seed(2)
+    noise = turned_chains(torch.zeros(8, 3, dtype=torch.float64), 0.3)
+    noise = noise.thin(4)
+    shown = str(ps.summary(noise, factors(), progress=False, seed=0))
+    assert "'f' have no certain frame" in shown
+    assert "W communalities[7]" in shown
+    assert "W[0,0]" not in shown
+
+
+def test_invariants_are_those_of_every_frame():
+    torch.manual_seed(3)
+    posterior = turned_chains(torch.randn(8, 3, dtype=torch.float64), 0.1)
+    moved = posterior.map(factors().sample((4, 250), dtype=torch.float64))
+    for samples in (posterior.samples, moved.samples):
+        fixed = invariants(samples, factors(), "f")
+        products = posterior.samples["W"] @ posterior.samples["W"].mT
+        torch.testing.assert_close(fixed["W products"], products)
+        diagonal = products.diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(fixed["W communalities"], diagonal)
+
+
+def varimax_criterion(loadings: Tensor) -> Tensor:
+    return loadings.square().var(-2, correction=0).sum(-1)
+
+
+def test_varimax_turns_the_common_frame_to_simple_structure():
+    torch.manual_seed(4)
+    centre = torch.zeros(9, 3, dtype=torch.float64)
+    for factor, loading in enumerate((1.4, 1.2, 1.0)):
+        centre[3 * factor : 3 * factor + 3, factor] = loading
+    posterior, group = turned_chains(centre, 0.05), factors(9)
+    frame = ps.align_many(posterior, group, progress=False, seed=0, varimax="W")
+    mean = frame.posterior.samples["W"].mean((0, 1))
+    torch.testing.assert_close(mean, centre, atol=0.03, rtol=0)
+    turns = group.sample((2000,), dtype=torch.float64).rotations["f"]
+    assert (varimax_criterion(mean @ turns) < varimax_criterion(mean)).all()
+    with pytest.raises(ValueError, match="varimax is 'z'"):
+        ps.align_many(posterior, group, progress=False, varimax="z")
