@@ -15,10 +15,10 @@ from pyro_symmetric.distributions.rotations import MOST_UNITS, angular_spread
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import MAX_ENTRIES_SHOWN
 from pyro_symmetric.weights import Weights
 
 MOST_ELSEWHERE = 0.05  # of the density along an orbit, around other modes
+MOST_ENTRIES = 32  # of a site, whose products are shown
 
 
 def in_certain_frames(
@@ -61,7 +61,7 @@ def invariants(samples: Weights, group: Group, name: str) -> Weights:
             units = entries_of(group, viewed, [axis])
             units = units.unflatten(-2, (group[name].copies, group[name].size))
             fixed[f"{axis.site} communalities"] = units.square().sum(-2).squeeze(-2)
-            if units.shape[-1] <= MAX_ENTRIES_SHOWN:
+            if units.shape[-1] <= MOST_ENTRIES:
                 fixed[f"{axis.site} products"] = (units.mT @ units).squeeze(-3)
     return fixed
 
