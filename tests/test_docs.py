@@ -1,5 +1,6 @@
 """The code of the README and of the site's pages runs as it stands, on fewer draws."""
 
+import json
 import re
 from pathlib import Path
 
@@ -55,3 +56,32 @@ def test_the_readmes_links_lead_somewhere() -> None:
         for link in links
         if not link.startswith("https://") and not (TREE / link).exists()
     ] == []
+
+
+NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?"
+
+
+def quotations(page: Path) -> list[tuple[str, str]]:
+    """Return the records that items of a list quote, with the text of each item."""
+    text = page.read_text()
+    text = (
+        text.partition("## What was measured\n")[2].partition("\n## Where")[0] or text
+    )
+    items = re.findall(r"^\* (.*?)(?=^\* |^$|\Z)", text, re.DOTALL | re.MULTILINE)
+    quoted = [re.fullmatch(r"(.*)\(`([\w.]+)`\)\W*", i, re.DOTALL) for i in items]
+    return [(match[2], match[1]) for match in quoted if match]
+
+
+def numbers(text: str) -> set[str]:
+    return {n.replace(",", "") for n in re.findall(NUMBER, text)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/explanation/measured.md"])
+def test_quoted_figures_stand_in_their_records(page: str) -> None:
+    quoted = quotations(TREE / page)
+    assert len(quoted) >= 6
+    for record, text in quoted:
+        file = TREE / "benchmarks" / "results" / f"{record}.json"
+        held = json.loads(file.read_text())
+        stands = numbers(held["command"]) | numbers("\n".join(held["output"]))
+        assert numbers(text) <= stands, (record, numbers(text) - stands)
