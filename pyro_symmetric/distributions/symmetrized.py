@@ -97,8 +97,11 @@ class Symmetrized(TorchDistribution):
     :param estimator: the estimator of :math:`\log \bar q`; by default
         :class:`~pyro_symmetric.distributions.ExactOrbit` where that is cheap, else
         :class:`~pyro_symmetric.distributions.SinkhornImportance`.
+    :ivar moves_draws: whether draws are moved; objectives of invariant models are the
+        same without.
     """
 
+    moves_draws = True
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
 
     def __init__(
@@ -143,6 +146,7 @@ class Symmetrized(TorchDistribution):
         new.base_distribution = self.base_distribution.expand(batch_shape)
         new.action = self.action
         new.estimator = self.estimator
+        new.moves_draws = self.moves_draws
         new._latest = None
         super(Symmetrized, new).__init__(
             torch.Size(batch_shape), self.event_shape, validate_args=False
@@ -166,7 +170,7 @@ class Symmetrized(TorchDistribution):
     def _move(self, base: Tensor) -> Tensor:
         """Move draws of the base by uniform elements, and remember them."""
         group = self.estimator.averaged(self.base_distribution, self.action)
-        if not group.moves:
+        if not group.moves or not self.moves_draws:
             return base
         batch = tuple(map(int, base.shape[:-1]))
         element = group.sample(batch, device=base.device, dtype=base.dtype)

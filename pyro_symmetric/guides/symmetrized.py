@@ -28,6 +28,8 @@ from pyro.infer.autoguide import (
     AutoGuide,
     AutoNormal,
 )
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_symmetric._process import forked
@@ -101,7 +103,8 @@ class AutoSymmetrized(WeightsGuide):
     the base's, moved by a uniform element of the group: they visit all copies of a
     mode, and predict as the base's. ``guide.plain``, ``sample_posterior(orbit=False)``,
     ``median`` and ``quantiles`` give one copy. The model must be invariant under the
-    group: set-up checks it at draws from the prior.
+    group: set-up checks it at draws from the prior. Steps of Pyro's SVI spare the
+    moves, which change no loss then.
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate). Discrete sites are no part of the guide: ``TraceEnum_ELBO`` sums them
@@ -248,7 +251,9 @@ class AutoSymmetrized(WeightsGuide):
         if self._action is None:
             layout_of(self)  # raises: set the guide up first
         base = self.base.get_posterior(*args, **kwargs)
-        return Symmetrized(base, self._action, self.estimator)  # type: ignore[arg-type]
+        posterior = Symmetrized(base, self._action, self.estimator)  # type: ignore[arg-type]
+        posterior.moves_draws = not _collects_parameters()
+        return posterior
 
     def sample_posterior(
         self, sample_shape: Sequence[int] = (), orbit: bool = True
@@ -279,6 +284,14 @@ class AutoSymmetrized(WeightsGuide):
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.base._loc_scale(*args, **kwargs)  # for median and quantiles
+
+
+def _collects_parameters() -> bool:
+    """Return whether parameters are being collected, as in a step of Pyro's SVI."""
+    return any(
+        isinstance(handler, TraceMessenger) and handler.param_only
+        for handler in _PYRO_STACK
+    )
 
 
 def _base(

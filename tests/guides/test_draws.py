@@ -119,6 +119,13 @@ def test_what_gives_one_copy() -> None:
         torch.testing.assert_close(draws["locs"].mean(0), PLACES, atol=0.1, rtol=0)
 
 
+class Plain(ps.InfoNCE):
+    """The base's own density."""
+
+    def log_prob(self, base: Any, action: Any, w: Tensor) -> Tensor:
+        return base.log_prob(w)
+
+
 @pytest.fixture
 def elements(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that lets the elements drawn move weights or not; either way
@@ -152,13 +159,35 @@ def test_losses_and_gradients_are_those_of_unmoved_draws(
     values = []
     for moving in (False, True):
         elements(moving)
-        pyro.set_rng_seed(5)
         with pyro.poutine.trace(param_only=True) as recorded:
-            value = loss.differentiable_loss(mixture, guide, DATA)
+            loss.differentiable_loss(mixture, guide, DATA)
         parameters = [
             node["value"].unconstrained() for node in recorded.trace.nodes.values()
         ]
+        # outside of the trace, in which no draw is moved
+        pyro.set_rng_seed(5)
+        value = loss.differentiable_loss(mixture, guide, DATA)
         values.append([value, *torch.autograd.grad(value, parameters)])
     assert len(values[0]) > 1
     for unmoved, moved in zip(*values, strict=True):
         torch.testing.assert_close(moved, unmoved, rtol=2e-4, atol=2e-4)
+
+
+def test_steps_of_svi_spare_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[bool] = []
+    act = ps.groups.Action.__call__
+
+    def counted(action: Any, vector: Tensor, element: Any) -> Tensor:
+        moved.append(True)
+        return act(action, vector, element)
+
+    guide = automatic()
+    optimizer = pyro.optim.Adam({"lr": 0.01})
+    svi = pyro.infer.SVI(mixture, guide, optimizer, Trace_ELBO(num_particles=3))
+    # the estimator moves vectors as well
+    guide.estimator = Plain()
+    monkeypatch.setattr(ps.groups.Action, "__call__", counted)
+    svi.step(DATA)
+    assert not moved
+    svi.evaluate_loss(DATA)
+    assert moved
