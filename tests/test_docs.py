@@ -20,11 +20,12 @@ NEEDS = {"plots.md": "arviz_plots", "laplace-swag.md": "laplace"}  # of extras
 FEWER = {
     "passes=100": "passes=2",
     "num_samples=200": "num_samples=10",
+    "num_samples=400": "num_samples=10",
     "(4, 200)": "(4, 10)",
     "range(500)": "range(5)",
 }
 FEWER |= {"range(1_000)": "range(5)", "num_particles=200": "num_particles=2"}
-FEWER |= {f"num_warmup={many}": "num_warmup=10" for many in (200, 300)}
+FEWER |= {f"num_warmup={many}": "num_warmup=10" for many in (200, 300, 400)}
 
 
 @pytest.mark.filterwarnings(
