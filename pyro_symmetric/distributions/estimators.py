@@ -146,9 +146,6 @@ class SinkhornImportance(OrbitEstimator):
     correlates units, they are matched by means and deviations alone: of overlapping
     units under a full covariance it may find less than half of the nats. *Tied units*,
     whose weights from state to state belong to two of them, lose more than others.
-    *Two sets with signs* that meet in one matrix and move nothing else are matched by
-    chance: at weights that the base doesn't draw, the density can be low by hundreds of
-    nats, and ``evidence`` doubts it; sum such a group by :class:`ExactOrbit`.
     *Units inside others*, rows of an attention head, are proposed uniformly: it finds
     as many of their nats as :class:`InfoNCE`.
 

@@ -20,8 +20,9 @@ signs are drawn, given the matching.
 an attention head) uniformly; sets whose places are all certain, by a sketch of their
 weights; then the rest. A set yet to be drawn that moves the same weights along another
 axis takes part by its expectation under its own doubly stochastic matrix, weighted by
-``TRUST``; where neither set is known, units are compared by their weights in ascending
-order.
+``TRUST``; where no set is known, units are compared by their weights in ascending
+order, or by magnitudes if a set has signs. Signs of which nothing is known are those of
+a leading singular vector, up to a common sign, which is drawn.
 
 Any base but a product of normals and of unit blocks is matched by its means and
 deviations. The proposal depends on the orbit of the draw alone: at :math:`h \cdot w` it
@@ -34,7 +35,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,7 @@ LOG_FLOOR = -40.0
 SPREAD = 1e-4
 # the least certain rows, matched jointly by enumerating their permutations
 ENUMERATED_ROWS = 6
+ORIENTING_STEPS = 20  # of power iteration
 CERTAIN = 30.0  # nats by which the best column of a certain row is ahead of all others
 # of uniform matchings among those with certain rows: no matching has probability zero
 UNIFORM_SHARE = 2e-9
@@ -113,7 +115,13 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
     def match(name: str, densities: Tensor, best: Tensor, certain: Tensor) -> Tensor:
         """Draw a set and put it in place; return the log-probabilities."""
         images, flips, log_prob = draw_set(
-            group[name], densities, count, best, certain, value.dtype
+            group[name],
+            densities,
+            count,
+            best,
+            certain,
+            value.dtype,
+            functools.partial(units.log_odds_up_to_a_sign, name, densities),
         )
         permutations[name] = images
         if flips is not None:
@@ -147,8 +155,10 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
                 units.best[name] = best, certain
     for name in left if units.shared else ():
         units.expect(name)
-    for name in left:
+    while left:
+        name = units.next_to_draw(left)
         log_tau = log_tau + match(name, *units.matrix(name))
+        left.remove(name)
     return Element(group, permutations, signs, **options), log_tau
 
 
@@ -212,6 +222,7 @@ class UnitDensities:
         certain.
     :ivar expected: name -> of an undrawn set the probabilities that a place receives a
         unit, and the same times the unit's expected sign.
+    :ivar unsigned: names of undrawn sets of whose signs nothing is known.
     :ivar blocks: name -> means ``(n, d)`` and precisions ``(n, d, d)`` of units with
         correlated weights.
     """
@@ -236,6 +247,7 @@ class UnitDensities:
         self.drawn = set[str]()
         self.best: dict[str, tuple[Tensor, Tensor]] = {}
         self.expected: dict[str, tuple[Tensor, Tensor]] = {}
+        self.unsigned = set[str]()
         self._products: dict[Any, Any] = {}
 
     def log_order(self, names: Iterable[str]) -> float:
@@ -402,7 +414,7 @@ class UnitDensities:
         along = list(self._weights_along(axes, sketched, quick))
         if not along and not quick and axes is self.sets[name].shared:
             along = list(self._profiles_along(axes))
-        for axis, *parts in along:
+        for parity, *parts in along:
             parts = (
                 parts if places is None else [part[..., places, :] for part in parts]
             )
@@ -410,7 +422,7 @@ class UnitDensities:
             precision = scale.square().reciprocal()
             of_places += [loc * precision, -0.5 * precision]
             for factors, sign in zip(of_units, signs, strict=True):
-                factors += [sign ** (axis.exponent % 2) * value, square]
+                factors += [sign**parity * value, square]
         if not of_places:  # nothing is known yet
             number = self.group[name].count if places is None else len(places)
             of_places = [self.value.new_zeros(number, 0, dtype=dtype)]
@@ -471,6 +483,8 @@ class UnitDensities:
                 between and other in (self.best if quick else self.expected)
             ):
                 continue
+            if other in self.unsigned and axis.exponent % 2:
+                continue  # entries of any sign: their magnitudes say more
             if undrawn and quick:
                 best, certain = self.best[other]
                 columns = certain.flatten(0, -2).all(0).nonzero()[:, 0]
@@ -492,29 +506,35 @@ class UnitDensities:
                 )
                 square = TRUST * square @ mix
                 value = TRUST * value @ (signed if undrawn[0][1].exponent % 2 else mix)
-            yield axis, value, square, loc, scale
+            yield axis.exponent % 2, value, square, loc, scale
 
     def _profiles_along(self, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
-        """Yield for each axis between two sets its units' weights in ascending order,
-        their squares, and the means in ascending order.
+        """Yield for each axis its units' weights in ascending order, their squares, and
+        the means in ascending order.
 
-        Of a matrix that two sets move neither order is known at first: the sorted
-        weights of a unit don't depend on that of the other set.
+        Of a site that several sets move no order is known at first: the sorted weights
+        of a unit don't depend on that of other sets, nor do their magnitudes on signs.
+        Of more than :data:`SKETCH`, quantiles serve.
         """
         for axis in axes:
             sets = itertools.chain(*self.group.members(axis.site).values())
-            flipped = any("flip" in self.group[units].moves for units, _ in sets)
+            signed = any("flip" in self.group[units].moves for units, _ in sets)
             value, loc, scale = (
                 rows(part[axis.site], axis, self._dims(axis.site))
                 for part in (self.placed, self.loc, self.scale)
             )
-            wide = loc.shape[-1] > SKETCH
-            if flipped or wide or not self._is_between(axis.site):
-                continue
             value = value.nan_to_num(0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
-            value = value.sort(-1).values
+            if signed:
+                value, loc = value.abs(), loc.abs()
+            count = loc.shape[-1]
+            quantiles = torch.linspace(0, count - 1, min(count, SKETCH)).long()
+            value, loc = (
+                part.sort(-1).values.index_select(-1, quantiles.to(part.device))
+                for part in (value, loc)
+            )
             spread = scale.square().mean(-1, keepdim=True).sqrt().expand_as(loc)
-            yield axis, value, value.square(), loc.sort(-1).values, spread
+            parity = 0 if signed else axis.exponent % 2
+            yield parity, value, value.square(), loc, spread
 
     def _is_between(self, site: str) -> bool:
         """Return whether a site is a matrix whose rows are one set of units and whose
@@ -556,6 +576,52 @@ class UnitDensities:
             if len(densities) == 1
             else mix * ((densities[0] - densities[1]) / 2).tanh(),
         )
+        if _says_nothing_of_signs(densities):
+            self.unsigned.add(name)
+
+    # signs of sets that meet ----------------------------------------------------------
+
+    def next_to_draw(self, names: Sequence[str]) -> str:
+        """Return the first set of which signs are known, or that meets a drawn one."""
+        for name in names:
+            if name not in self.unsigned or self._meets_drawn(name):
+                return name
+        return names[0]
+
+    def _meets_drawn(self, name: str) -> bool:
+        """Return whether a set moves the same weights as a drawn set with signs."""
+        for axis in self.sets[name].shared:
+            for pairs in self.group.members(axis.site).values():
+                for other, _ in pairs:
+                    if other in self.drawn and "flip" in self.group[other].moves:
+                        return True
+        return False
+
+    def log_odds_up_to_a_sign(
+        self, name: str, densities: Tensor, images: Tensor
+    ) -> Tensor | None:
+        """Return the log-odds of the sign of each place's unit, up to a sign that all
+        share, in a matching; None if densities tell more.
+
+        Inner products of the weights of two units don't depend on what other sets do;
+        those that agree in sign with that of the means speak for equal signs.
+        """
+        if name not in self.unsigned or not _says_nothing_of_signs(densities):
+            return None
+        agreement = densities.new_zeros(())
+        for axis in self.sets[name].shared:
+            if axis.exponent % 2 == 0:
+                continue
+            value, loc, scale = (
+                rows(part[axis.site], axis, self._dims(axis.site))
+                for part in (self.placed, self.loc, self.scale)
+            )
+            value = value.nan_to_num(0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
+            value = value.take_along_dim(images.unsqueeze(-1), -2)
+            noise = scale.square() @ (loc.square() + scale.square()).mT
+            products = (value @ value.mT) * (loc @ loc.mT)
+            agreement = agreement + products / (noise + noise.mT)
+        return _signs_that_agree(agreement) if agreement.dim() else None
 
     def place(self, names: Iterable[str], element: Element) -> None:
         """Put drawn sets in place on the sites that undrawn sets share."""
@@ -729,10 +795,15 @@ def draw_set(
     best: Tensor,
     certain: Tensor,
     dtype: torch.dtype,
+    log_odds_in: Callable[[Tensor], Tensor | None],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Draw the identity and ``count`` permutations of one set of units, and signs given
     these: the unit that each place takes, ``(count + 1,) + batch + (n,)``, the units'
-    signs or None, and log-probabilities."""
+    signs or None, and log-probabilities.
+
+    :param log_odds_in: the log-odds of the sign at each place in a matching, up to a
+        common sign, which is then drawn; None if densities tell more.
+    """
     shape = (count + 1, *best.shape[1:])
     images = best.expand(shape)
     log_prob = densities.new_zeros((), dtype=torch.float64)
@@ -740,16 +811,49 @@ def draw_set(
         images, log_prob = draw_matchings(densities, count, best, certain, dtype)
     if len(densities) == 1:
         return images, None, log_prob
-    both = densities.expand(2, *shape[:-1], -1, -1).gather(
-        -1, images.expand(2, *shape).unsqueeze(-1)
-    )
-    log_odds = (both[0] - both[1])[..., 0]
-    signs = torch.where(torch.rand_like(log_odds) < log_odds.sigmoid(), 1.0, -1.0).to(
-        log_odds
-    )
-    signs[0] = 1.0
-    log_prob = log_prob + logsigmoid(log_odds * signs).sum(-1)
+    log_odds = log_odds_in(images)
+    if log_odds is not None:
+        common = torch.randint_like(log_odds[..., :1], 2).mul_(2).sub_(1)
+        signs = _drawn_signs(common * log_odds)
+        either = [logsigmoid(sign * log_odds * signs).sum(-1) for sign in (1, -1)]
+        log_prob = log_prob + torch.logaddexp(*either) - math.log(2)
+    else:
+        both = densities.expand(2, *shape[:-1], -1, -1).gather(
+            -1, images.expand(2, *shape).unsqueeze(-1)
+        )
+        log_odds = (both[0] - both[1])[..., 0]
+        signs = _drawn_signs(log_odds)
+        log_prob = log_prob + logsigmoid(log_odds * signs).sum(-1)
     return images, torch.empty_like(signs).scatter_(-1, images, signs), log_prob
+
+
+def _says_nothing_of_signs(densities: Tensor) -> bool:
+    """Return whether units have signs, and densities are those of either sign."""
+    return len(densities) > 1 and torch.equal(densities[0], densities[1])
+
+
+def _drawn_signs(log_odds: Tensor) -> Tensor:
+    """Draw signs, the first of them those of the identity."""
+    drawn = torch.rand_like(log_odds) < log_odds.sigmoid()
+    signs = torch.where(drawn, 1.0, -1.0).to(log_odds)
+    signs[0] = 1.0
+    return signs
+
+
+def _signs_that_agree(agreement: Tensor) -> Tensor:
+    """Return the log-odds of signs, given those of all others in the leading
+    eigenvector, which is found by power iteration.
+
+    :param agreement: ``(n, n)``, how much speaks for equal signs of two units.
+    """
+    agreement = agreement - agreement.diagonal(dim1=-2, dim2=-1).diag_embed()
+    sizes = agreement.abs().sum(-1)
+    positive = agreement + sizes.diag_embed()
+    longest = sizes.argmax(-1)[..., None, None]
+    vector = positive.take_along_dim(longest, -2).mT
+    for _ in range(ORIENTING_STEPS):
+        vector = positive @ (vector / vector.norm(dim=-2, keepdim=True))
+    return (agreement @ vector.sign())[..., 0].nan_to_num(0.0)  # of zeros
 
 
 def draw_matchings(

@@ -232,6 +232,11 @@ def recurrent_with_signs() -> Group:
     return Group.declare({"W": ("h", "h")}, {"W": torch.Size([4, 4])}, moves=BOTH)
 
 
+def meeting_with_signs() -> Group:
+    """Two sets with signs, which move the same array and nothing else."""
+    return Group.declare({"w": ("r", "c", None)}, {"w": torch.Size([2, 2, 2])}, BOTH)
+
+
 def signed(kind: str) -> Group:
     if kind == "one layer":
         shapes = {"a": torch.Size([3, 2]), "b": torch.Size([2, 3])}

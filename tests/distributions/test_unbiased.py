@@ -10,13 +10,21 @@ import torch
 
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
 
-from .groups import action_of, heads, one_layer, signed, two_layers
+from .groups import (
+    action_of,
+    heads,
+    meeting_with_signs,
+    one_layer,
+    signed,
+    two_layers,
+)
 
 GROUPS = {
     "one layer": one_layer(3),
     "two layers": two_layers(3, 2),
     "heads": heads(),
     "signs": signed("one layer"),
+    "signs that meet": meeting_with_signs(),
 }
 BASES = ("mean-field", "low rank")
 
