@@ -38,7 +38,7 @@ from pyro_symmetric.models import (
 )
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Shapes, Weights, map_values
+from pyro_symmetric.weights import Shapes, Weights, drop_names, keep_names, map_values
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (parameters, buffers, inputs, targets) of one network -> its loss
@@ -529,15 +529,13 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
             for name, p in module.named_parameters(recurse=False)
         }
         # a tied parameter belongs to its first module
-        own = {name: p for name, p in names.items() if name in members}
+        own = keep_names(names, members)
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
         if not own or not callable(reset):
             continue
-        not_reset = {
-            name: value for name, value in not_reset.items() if name not in own
-        }
+        not_reset = drop_names(not_reset, own)
         for member in range(count):
             reset()
             for name, parameter in own.items():

@@ -40,6 +40,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import (
     Tensors,
     Weights,
+    pick,
     require_sites,
     select_rows,
 )
@@ -187,7 +188,7 @@ class MCMC:
             return self.posterior
         saved = arguments.listed("save_params", self.save_params, str, "sites")
         require_sites(self.posterior.samples, saved, "save_params: the model")
-        samples = {site: self.posterior.samples[site] for site in saved}
+        samples = pick(self.posterior.samples, saved)
         return replace(self.posterior, samples=samples)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -67,6 +67,25 @@ def map_values(
 def select_rows(named: Mapping[Name, Any], rows: Any) -> dict[Name, Any]:
     """Select an entry or some along the first axis of each value."""
     return {name: value[rows] for name, value in named.items()}
+
+
+def pick(named: Mapping[Name, Before], names: Iterable[Name]) -> dict[Name, Before]:
+    """Return the entries of some names, in the order of these."""
+    return {name: named[name] for name in names}
+
+
+def keep_names(
+    named: Mapping[Name, Before], names: Container[Name]
+) -> dict[Name, Before]:
+    """Return the entries with one of some names, which may be of others, too."""
+    return {name: value for name, value in named.items() if name in names}
+
+
+def drop_names(
+    named: Mapping[Name, Before], names: Container[Name]
+) -> dict[Name, Before]:
+    """Return the entries with none of some names."""
+    return {name: value for name, value in named.items() if name not in names}
 
 
 def shapes_of(

@@ -39,7 +39,7 @@ from pyro_symmetric.alignment.moments import (
 )
 from pyro_symmetric.arguments import Json, described
 from pyro_symmetric.models import BayesianModel, require_targets
-from pyro_symmetric.weights import ByName, Weights, map_values, require_finite
+from pyro_symmetric.weights import ByName, Weights, map_values, pick, require_finite
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
@@ -295,10 +295,9 @@ def _of_model(
     """
     x = pair[0]
     targets = model.likelihood.targets(pair[1])
-    latents = {
-        site: weights[site]
-        for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))
-    }
+    latents = pick(
+        weights, set(model.site_shapes) - set(dict(model.net.named_parameters()))
+    )
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
     by_rows = []
     for part in torch.arange(len(x), device=x.device).split(

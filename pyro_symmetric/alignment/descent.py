@@ -54,7 +54,7 @@ from pyro_symmetric.alignment.terms import (
 from pyro_symmetric.groups import Element, Group, Units
 from pyro_symmetric.groups.moves import MOVES, Move, polar
 from pyro_symmetric.groups.units import rows
-from pyro_symmetric.weights import ByName, Tensors
+from pyro_symmetric.weights import ByName, Tensors, pick
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2
 # and 0.3 ended lowest among 0.1 to 1; in tiny layers, six units (that is, all) reached
@@ -692,7 +692,7 @@ def search(
     # leads to the right one.
     lone = [root for root in descent.roots if _is_lone_sign(descent.group[root])]
     for flipped in lone:
-        signs = {root: best.element.signs[root] for root in lone}
+        signs = pick(best.element.signs, lone)
         signs[flipped] = -signs[flipped]
         attempt(descent.start(signs))
     if (best.cost > descent.initial).any():

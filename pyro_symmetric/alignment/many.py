@@ -66,7 +66,7 @@ from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors, map_values
+from pyro_symmetric.weights import Tensors, drop_names, map_values
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -510,9 +510,7 @@ def _as_given(sources: Any, element: Element) -> Any:
             if (b := sources.bijection(site)) is not None and b.domain.event_dim
         }
         loc, scale = (
-            own
-            | element({site: value for site, value in own.items() if site not in held})
-            for own in (sources.loc, sources.scale)
+            own | element(drop_names(own, held)) for own in (sources.loc, sources.scale)
         )
         return GaussianWeights(loc, map_values(Tensor.abs, scale), sources.supports)
     members = []

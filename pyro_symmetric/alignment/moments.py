@@ -64,6 +64,7 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    keep_names,
     map_values,
     require_finite,
     select_rows,
@@ -682,9 +683,7 @@ def _layer_inputs(
     norm one, or zero if constant.
     """
     own = dict(net.named_parameters()) | dict(net.named_buffers())
-    net = with_weights(
-        net, {name: value for name, value in weights.items() if name in own}
-    ).eval()
+    net = with_weights(net, keep_names(weights, own)).eval()
     recorded: dict[str, list[Tensor]] = {}
     for name, module in net.named_modules():
         site = next(
@@ -747,5 +746,5 @@ def _on_inputs(group: Group, shapes: Shapes) -> Group:
     sites = {axis.site for one in units for axis in one.axes}
     return Group(
         reversed(units),
-        {site: shape for site, shape in shapes.items() if site in sites},
+        keep_names(shapes, sites),
     )

@@ -46,6 +46,7 @@ from pyro_symmetric.weights import (
     ByName,
     Tensors,
     Weights,
+    keep_names,
     map_values,
     require_finite,
     require_sites,
@@ -180,11 +181,7 @@ def minimal_mass(
     if sites is not None:
         counted = arguments.listed("sites", sites, str, "sites")
         require_sites(
-            {
-                site: value
-                for site, value in weights.items()
-                if site in whole.site_shapes
-            },
+            keep_names(weights, whole.site_shapes),
             counted,
         )
     flat = {

@@ -41,7 +41,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare.draws import PairedSamples, thinned
 from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
 from pyro_symmetric.posterior.posterior import Draws
-from pyro_symmetric.weights import Weights, map_values, unflatten
+from pyro_symmetric.weights import Weights, map_values, pick, unflatten
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance: the least that a grid covers
@@ -247,9 +247,7 @@ def marginal_wasserstein(
         by_layer[layer] = torch.cat(
             [_marginal_distance(x, y, p) for x, y in samples.columns(layer, step)]
         ).cpu()
-        each |= unflatten(
-            by_layer[layer], {site: samples.shapes[site] for site in sites}
-        )
+        each |= unflatten(by_layer[layer], pick(samples.shapes, sites))
     return DistanceResult(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,

@@ -22,6 +22,7 @@ from pyro_symmetric.posterior.statistics import (
 from pyro_symmetric.weights import (
     Tensors,
     is_running_statistic,
+    pick,
     require_finite,
     select_rows,
 )
@@ -114,7 +115,7 @@ class PairedSamples:
     def require_finite(self, layer: str) -> None:
         """Raise ``ValueError`` if a weight of the layer is NaN or infinite."""
         for name, side in zip(SIDES, self.weights, strict=True):
-            require_finite({site: side[site] for site in self.layers[layer]}, name)
+            require_finite(pick(side, self.layers[layer]), name)
 
     def num_weights(self, layer: str) -> int:
         """Return the number of weights of one sample in a layer."""

@@ -43,6 +43,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
+from pyro_symmetric.weights import pick
 
 # Kolmogorov-Smirnov tests of a set of units; of more, a fixed pseudo-random subset is
 # made
@@ -102,12 +103,12 @@ def invariance_tests(
         return SignificanceTest("Invariance", (draws,), 1.0, level, verdict, {})
     if isinstance(weights, Posterior) and thin:
         posterior = Posterior(
-            {site: weights.samples[site] for site in group.required_sites},
+            pick(weights.samples, group.required_sites),
             kind=weights.kind,
         )
     else:
         posterior = Posterior.from_samples(
-            {site: samples[site] for site in group.required_sites}, kind="independent"
+            pick(samples, group.required_sites), kind="independent"
         )
     kept = thinned(posterior).get_samples()
     draws = len(kept[group.required_sites[0]])

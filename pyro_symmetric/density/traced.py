@@ -62,6 +62,7 @@ from pyro_symmetric.weights import (
     Shapes,
     Tensors,
     Weights,
+    drop_names,
     select_rows,
     transform_of,
 )
@@ -440,7 +441,7 @@ class TracedTarget(Traced):
                 UserWarning,
                 stacklevel=4,
             )
-        return {name: shape for name, shape in shapes.items() if name not in unclear}
+        return drop_names(shapes, unclear)
 
 
 class PriorMessenger(Messenger):

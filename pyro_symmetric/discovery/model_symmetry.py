@@ -58,7 +58,7 @@ from pyro_symmetric.discovery.valid_sets import (
 from pyro_symmetric.discovery.verify import broken_moves
 from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, drop_names, keep_names, pick
 
 PRIOR_DRAWS = 8  # at which the prior of a network is compared
 DATA_SETS = 3  # that are simulated if data are discrete
@@ -201,7 +201,7 @@ class _StackedDensity:
     def stacked(self, points: Weights) -> Weights:
         """Stack the sites of points ``(points,) + shape``."""
         members = set(itertools.chain.from_iterable(self.stacks.values()))
-        result = {s: v for s, v in points.items() if s not in members}
+        result = drop_names(points, members)
         for stack, sites in self.stacks.items():
             result[stack] = torch.stack([points[site] for site in sites], 1)
         return result
@@ -231,7 +231,7 @@ class _StackedDensity:
         result = dict[str, Tensor]()
         for site, values in points.items():
             result.update(self._members(site, values))
-        return {site: result[site] for site in self.density.shapes}
+        return pick(result, self.density.shapes)
 
 
 def _whole_sites(searcher: Searcher) -> list[str]:
@@ -244,7 +244,7 @@ def _whole_sites(searcher: Searcher) -> list[str]:
         points = density.stacked(searcher.points)
         of_stacks = Searcher(density, points, searcher.before, searcher.movable)
         candidates = axes_by_length(searcher.movable_shapes).get(count, {})
-        candidates = {s: axes for s, axes in candidates.items() if s in points}
+        candidates = keep_names(candidates, points)
         candidates |= {stack: [Place(stack, 0)] for stack in stacks}
         for factor in permutations_along(of_stacks, count, candidates):
             remarks += _advice(factor, stacks)

@@ -25,6 +25,7 @@ from pyro_symmetric.weights import (
     Weights,
     batch_shape,
     map_values,
+    pick,
     require_sites,
 )
 
@@ -335,7 +336,7 @@ class Symmetry:
             )
         if isinstance(net, Mapping):
             batch_shape(net, self.site_shapes, "net")
-            return {**net, **element({site: net[site] for site in self.site_shapes})}
+            return {**net, **element(pick(net, self.site_shapes))}
         return with_weights(net, element(self.weights_of(net)))
 
     def weights_of(self, net: nn.Module) -> Weights:
@@ -366,7 +367,7 @@ class Symmetry:
                 "a Pyro model, verify_model "
                 "checks the invariance, and elements act on its sites as a dict)"
             )
-        return {site: tensors[site] for site in self.site_shapes}
+        return pick(tensors, self.site_shapes)
 
     # restrictions, and other names ----------------------------------------------------
 

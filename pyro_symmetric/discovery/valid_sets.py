@@ -33,7 +33,7 @@ from torch import Tensor
 from pyro_symmetric.arguments import Names
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_density import SCALES, ModelDensity, Terms
-from pyro_symmetric.weights import Shapes, Weights, select_rows
+from pyro_symmetric.weights import Shapes, Weights, keep_names, select_rows
 
 LARGEST_SPACE = 10  # dimensions of a space that is enumerated if its basis fails
 
@@ -163,7 +163,7 @@ class Searcher:
     def movable_shapes(self) -> dict[str, torch.Size]:
         """The shapes of the sites that may move."""
         shapes = self.density.shapes
-        return {site: shape for site, shape in shapes.items() if site in self.movable}
+        return keep_names(shapes, self.movable)
 
     def point(self, number: int) -> Weights:
         """Return one of the generic points."""

@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import Layout, Shapes, map_values
+from pyro_symmetric.weights import Layout, Shapes, map_values, pick
 
 
 class Action:
@@ -82,7 +82,7 @@ class Action:
         for site, support in supports.items():
             self.require_real(site, support)
         transforms = map_values(biject_to, supports)
-        self.layout = Layout({site: known[site] for site in self.sites}, transforms)
+        self.layout = Layout(pick(known, self.sites), transforms)
         self.dim = self.layout.dim
         moved = [
             site

@@ -45,7 +45,9 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    drop_names,
     is_bias,
+    keep_names,
     map_values,
     require_same_network,
     require_sites,
@@ -568,15 +570,11 @@ class Group:
             replace(u, axes=tuple(a for a in u.axes if a.site not in dropped))
             for u in self.units.values()
         ]
-        shapes = {
-            site: shape
-            for site, shape in self.site_shapes.items()
-            if site not in dropped
-        }
+        shapes = drop_names(self.site_shapes, dropped)
         return self._checked(
             pruned(units),
             shapes,
-            {site: run for site, run in self._runs.items() if site in shapes},
+            keep_names(self._runs, shapes),
         )
 
     def renamed(self, rename: Callable[[str], str]) -> Group:

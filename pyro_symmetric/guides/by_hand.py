@@ -44,7 +44,7 @@ from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
 from pyro_symmetric.groups import Action, Element, Group, group_of
-from pyro_symmetric.weights import Shapes, Weights, map_values, unflatten
+from pyro_symmetric.weights import Shapes, Weights, map_values, pick, unflatten
 
 Guide = Callable[..., Any]
 
@@ -298,7 +298,7 @@ class _Joint:
         flat = [self._flattened(name, values[name], inner) for name in self.shapes]
         outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat))
         w = torch.cat([part.expand(*outer, -1) for part in flat], -1)
-        base = _joint({name: self.laws[name] for name in self.shapes}, self.shapes)
+        base = _joint(pick(self.laws, self.shapes), self.shapes)
         estimator = self.estimator or usual_estimator(base, self.action)
         if not self.action.group.moves or self.drawn.keys() == self.shapes.keys():
             log_q_bar = estimator.log_prob(base, self.action, w)

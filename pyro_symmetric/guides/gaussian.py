@@ -38,7 +38,7 @@ from pyro_symmetric.guides.base import (
     action_on,
     layout_of,
 )
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, drop_names
 
 NUM_EQUAL = 8  # equal draws reveal a point mass
 
@@ -179,9 +179,7 @@ def unit_positions(action: Action) -> list[Tensor]:
     set; units share none.
     """
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
-    view = action.group.viewed(
-        {site: v for site, v in numbers.items() if site not in action.nonlinear_sites}
-    )
+    view = action.group.viewed(drop_names(numbers, action.nonlinear_sites))
     sets = unit_sets(action.group, view)
     axes = [
         (name, axis)

@@ -65,6 +65,7 @@ from pyro_symmetric.store import (
 from pyro_symmetric.weights import (
     Weights,
     batch_shape,
+    drop_names,
     map_values,
     require_sites,
     turns_back,
@@ -938,11 +939,7 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
-    latent = {
-        s: value
-        for s, value in posterior.samples.items()
-        if s not in posterior.metadata.get("deterministic", ())
-    }
+    latent = drop_names(posterior.samples, posterior.metadata.get("deterministic", ()))
     # Chains of a network may sit in copies of one mode, and needn't agree.
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else latent
     failures = sampler_failures(

@@ -49,6 +49,7 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    drop_names,
     map_values,
 )
 
@@ -399,11 +400,7 @@ class Posterior:
 
     def _latent(self) -> Weights:
         """Return the draws without deterministic sites."""
-        return {
-            site: v
-            for site, v in self.samples.items()
-            if site not in self.metadata.get("deterministic", ())
-        }
+        return drop_names(self.samples, self.metadata.get("deterministic", ()))
 
     # as tables and trees --------------------------------------------------------------
 
@@ -562,8 +559,7 @@ def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> Json:
         if n != "seconds" and all(n in run and run[n] == v for run in runs)
     }
     parts = [
-        {"chains": k} | {n: v for n, v in r.items() if n not in same}
-        for k, r in zip(chains, runs, strict=True)
+        {"chains": k} | drop_names(r, same) for k, r in zip(chains, runs, strict=True)
     ]
     if all("interrupted" in run for run in runs):
         same["interrupted"] = any(run["interrupted"] for run in runs)

@@ -40,7 +40,7 @@ from pyro_symmetric.density.traced import (
 from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Tensors, Weights, batch_shape, pick, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
@@ -282,7 +282,7 @@ class NetworkPredictor:
         if self.kind == "mean":
             return mean
         distribution = self.model.likelihood.distribution(
-            outputs, {name: weights[name] for name in self.latents}
+            outputs, pick(weights, self.latents)
         )
         targets = distribution.sample()
         return targets[..., None] if mean.shape == (*targets.shape, 1) else targets

@@ -12,6 +12,7 @@ from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, pSGLD, sample
 from pyro_symmetric.study.methods import Fit, register
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.weights import drop_names
 
 CHAINS = {"chains": 16, "warmup": 300, "draws": 200, "thinning": 1}
 STOCHASTIC = {**CHAINS, "batch_size": 256, "num_steps": 20}
@@ -71,9 +72,7 @@ def _run(kernel: Any, problem: Problem, budget: Any, progress: bool) -> Iterator
     """Sample with a kernel, whose options are the parts of the budget other than
     :data:`CHAINS`.
     """
-    options = {
-        part: value for part, value in vars(budget).items() if part not in CHAINS
-    }
+    options = drop_names(vars(budget), CHAINS)
     if "batch_size" in options:
         options["batch_size"] = min(options["batch_size"], len(problem.x))
     posterior = sample(

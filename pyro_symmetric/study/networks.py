@@ -22,7 +22,14 @@ from pyro_symmetric.networks import prepare_torchvision
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.weights import Layout, Weights, map_values, select_rows, unflatten
+from pyro_symmetric.weights import (
+    Layout,
+    Weights,
+    map_values,
+    pick,
+    select_rows,
+    unflatten,
+)
 
 TOGETHER = 100  # networks of an ensemble trained at once
 NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
@@ -293,7 +300,7 @@ def _laplace_draws(
     model = problem.model
     net = copy.deepcopy(model.net).requires_grad_(True)
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
-    net.load_state_dict({name: mode[name] for name in shapes}, strict=False)
+    net.load_state_dict(pick(mode, shapes), strict=False)
     more: dict[str, Any] = (
         {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
     )

@@ -26,7 +26,7 @@ from pyro_symmetric.models import (
     GaussianPrior,
 )
 from pyro_symmetric.networks import NETWORKS, net_from_callable
-from pyro_symmetric.weights import Tensors, map_values
+from pyro_symmetric.weights import Tensors, drop_names, map_values
 
 KINDS: tuple[type[nn.Module], ...] = (
     nn.ReLU,
@@ -281,11 +281,7 @@ class Problem:
         data = self.dataset
         shapes = map_values(tuple, self.model.site_shapes)
         return as_json(
-            settings={
-                name: v
-                for name, v in self.settings.to_dict().items()
-                if name not in FREE_TO_CHANGE
-            },
+            settings=drop_names(self.settings.to_dict(), FREE_TO_CHANGE),
             data=digest(
                 [data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x]
             ),
