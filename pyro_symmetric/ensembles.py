@@ -38,7 +38,14 @@ from pyro_symmetric.models import (
 )
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Shapes, Weights, drop_names, keep_names, map_values
+from pyro_symmetric.weights import (
+    Shapes,
+    Weights,
+    drop_names,
+    first_value,
+    keep_names,
+    map_values,
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (parameters, buffers, inputs, targets) of one network -> its loss
@@ -259,7 +266,7 @@ def _train(
     mean losses ``(epochs,)``.
     """
     rows = len(objective.x)
-    count = len(next(iter(unconstrained.values())))
+    count = len(first_value(unconstrained))
     objective.net.train(objective.training)
     buffers = {
         name: b.detach().expand(count, *b.shape).clone()

@@ -40,6 +40,7 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    first_value,
     map_values,
     require_sites,
 )
@@ -200,7 +201,7 @@ class BayesianModel(nn.Module):
         dtype.
         """
         parameters = self._parameters_of_net()
-        like = next(iter(parameters.values()))
+        like = first_value(parameters)
         if self._prior_cache[0] != (like.device, like.dtype):
             priors = {
                 name: self.prior(name, parameter.detach())

@@ -69,6 +69,11 @@ def select_rows(named: Mapping[Name, Any], rows: Any) -> dict[Name, Any]:
     return {name: value[rows] for name, value in named.items()}
 
 
+def first_value(named: Mapping[Name, Before]) -> Before:
+    """Return the value of the first name."""
+    return next(iter(named.values()))
+
+
 def pick(named: Mapping[Name, Before], names: Iterable[Name]) -> dict[Name, Before]:
     """Return the entries of some names, in the order of these."""
     return {name: named[name] for name in names}

@@ -66,7 +66,7 @@ from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors, drop_names, map_values
+from pyro_symmetric.weights import Tensors, drop_names, first_value, map_values
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -340,7 +340,7 @@ class _Rounds:
     def __init__(self, group: Group, objective: str, moments: Moments):
         self._group = group.compact
         self._cost = COSTS[objective]
-        self._count = next(iter(moments.values())).shape[1]
+        self._count = first_value(moments).shape[1]
         self.identity = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
         scores = sum(

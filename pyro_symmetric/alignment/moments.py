@@ -64,6 +64,7 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    first_value,
     keep_names,
     map_values,
     require_finite,
@@ -646,7 +647,7 @@ def shown_by(
     net, *inputs = activations
     arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
     of_reference = _layer_inputs(net, inputs, reference, group)
-    count = len(next(iter(sources.values())))
+    count = len(first_value(sources))
     of_sources = [
         _layer_inputs(net, inputs, select_rows(sources, k), group) for k in range(count)
     ]

@@ -28,7 +28,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.moves import polar
 from pyro_symmetric.groups.units import Axis, Element, along_axis, laid_out
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Tensors, Weights
+from pyro_symmetric.weights import Tensors, Weights, first_value
 
 # keys tie within this many roundings: after unit norm, units with one incoming weight
 # have 1 or -1 there
@@ -86,7 +86,7 @@ def sorting_permutation(
         name: image.reshape(*batch_shape, *group[name].shape)
         for name, image in images.items()
     }
-    device = next(iter(draws.values())).device
+    device = first_value(draws).device
     return Element(group, named, batch_shape=batch_shape, device=device)
 
 
@@ -312,7 +312,7 @@ class _Removal:
         """Return the measure of units along all axes; where that is zero (a tie), along
         each alone, then of biases.
         """
-        device = next(iter(self.current.values())).device
+        device = first_value(self.current).device
         size = torch.zeros((), device=device)
         single_axes = [(axis,) for axis in step.axes + step.biases]
         for axes in filter(None, [step.axes, *single_axes]):
@@ -364,7 +364,7 @@ def _in_circle(group: Group, weights: Weights, names: Names) -> Weights:
         for axis in group.axes(name):
             if axis.exponent and axis.site in weights:
                 values[axis.site] = weights[axis.site]
-    first = next(iter(values.values()))
+    first = first_value(values)
     free = torch.zeros(len(first), group.size, dtype=torch.bool, device=first.device)
     for name in names:
         free[:, group.slots[name]] = True

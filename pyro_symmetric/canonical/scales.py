@@ -46,6 +46,7 @@ from pyro_symmetric.weights import (
     ByName,
     Tensors,
     Weights,
+    first_value,
     keep_names,
     map_values,
     require_finite,
@@ -265,7 +266,7 @@ class Mass:
     """
 
     def __init__(self, group: Group, squares: Tensors):
-        first = next(iter(squares.values()))
+        first = first_value(squares)
         self.shape = (len(first), group.size)
         self._terms = []
         self._base = first.new_zeros(len(first), 2, group.size, dtype=torch.float64)

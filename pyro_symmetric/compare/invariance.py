@@ -43,7 +43,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
-from pyro_symmetric.weights import pick
+from pyro_symmetric.weights import first_value, pick
 
 # Kolmogorov-Smirnov tests of a set of units; of more, a fixed pseudo-random subset is
 # made
@@ -98,7 +98,7 @@ def invariance_tests(
         if size > 1 and (axes := _unit_axes(group, name))
     }
     if not unit_axes:
-        draws = len(next(iter(samples.values())))
+        draws = len(first_value(samples))
         verdict = "nothing to test: the group permutes no two units"
         return SignificanceTest("Invariance", (draws,), 1.0, level, verdict, {})
     if isinstance(weights, Posterior) and thin:

@@ -63,6 +63,7 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     drop_names,
+    first_value,
     select_rows,
     transform_of,
 )
@@ -338,7 +339,7 @@ class TracedTarget(Traced):
 
     def _compute(self, weights: Weights) -> Weights:
         nodes: dict[str, Any] = self.run(weights).nodes
-        like = next(iter(weights.values()))
+        like = first_value(weights)
         return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
 
     def prior_weights(self, num_chains: int) -> Weights:

@@ -33,7 +33,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import Shapes, Weights, map_values, select_rows
+from pyro_symmetric.weights import Shapes, Weights, first_value, map_values, select_rows
 
 POSTERIOR_DRAWS = 4
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
@@ -211,7 +211,7 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
         or posterior.num_chains * posterior.num_samples == 0
     ):
         return
-    dtype = next(iter(posterior.samples.values())).dtype
+    dtype = first_value(posterior.samples).dtype
     density = Density(
         *posterior.source[:3],
         device=posterior.source.device,
@@ -222,7 +222,7 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
     draws = posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # a subsampled density is random; some sites of the draws were dropped
-    some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)
+    some = evenly_spaced(len(first_value(draws)), POSTERIOR_DRAWS)
     points = density.layout.constrain(
         density.unconstrain({site: draws[site][some] for site in sites})
     )

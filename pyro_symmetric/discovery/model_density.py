@@ -24,7 +24,13 @@ from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import Weights, map_values, select_rows, transform_of
+from pyro_symmetric.weights import (
+    Weights,
+    first_value,
+    map_values,
+    select_rows,
+    transform_of,
+)
 
 CHUNK = 512  # points evaluated at once
 SCALES = (1.0, 0.5, 3.0)  # of unconstrained points: near, nearer and beyond a clamp
@@ -85,7 +91,7 @@ class ModelDensity:
     def _prepare(self) -> None:
         example = self.target.prior_weights(1)
         self.shapes = map_values(lambda value: value.shape[1:], example)
-        self.device = next(iter(example.values())).device
+        self.device = first_value(example).device
         self.rows = dict[str, Tensor]()
         for plate, (full, size) in self.target.row_counts.items():
             rows = torch.randperm(full, device="cpu")[:size]
@@ -154,7 +160,7 @@ class ModelDensity:
 
     def terms(self, points: Weights) -> Terms:
         """Evaluate the density, with a progress bar if that takes long."""
-        count = len(next(iter(points.values())))
+        count = len(first_value(points))
         starts: Iterable[int] = range(0, count, CHUNK)
         if self.target.one_by_one and count > CHUNK:
             starts = tqdm(starts, desc="find_symmetry", leave=False)
@@ -227,7 +233,7 @@ class ModelDensity:
 
     def _mapped(self, points: Weights) -> Tensor:
         """Return values and norms of the terms, ``(points, 2, terms)``."""
-        count = len(next(iter(points.values())))
+        count = len(first_value(points))
         rows = map_values(lambda index: index.expand(count, -1), self.rows)
         try:
             return self.target.mapped(self._terms, points, rows)

@@ -29,6 +29,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from pyro_symmetric.arguments import Names
+from pyro_symmetric.weights import first_value
 
 if TYPE_CHECKING:
     from pyro_symmetric.groups.group import Group
@@ -114,7 +115,7 @@ class _Signs:
             first = int(alone[0])
             constant = frozenset([first])
         else:
-            constant = next(iter(crowded.values()))
+            constant = first_value(crowded)
             first = self.zero
         self.pairs.append(np.stack([np.full_like(alone, first), alone]))
         self.equations += [constant ^ total for total in crowded.values()]

@@ -44,7 +44,14 @@ from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
 from pyro_symmetric.groups import Action, Element, Group, group_of
-from pyro_symmetric.weights import Shapes, Weights, map_values, pick, unflatten
+from pyro_symmetric.weights import (
+    Shapes,
+    Weights,
+    first_value,
+    map_values,
+    pick,
+    unflatten,
+)
 
 Guide = Callable[..., Any]
 
@@ -602,7 +609,7 @@ def _moved_trace(joint: _Joint, recorder: _Moved) -> poutine.Trace:
         name: part.expand(*outer, -1).reshape(*outer, *joint.shapes[name])
         for name, part in flat.items()
     }
-    device = next(iter(weights.values())).device
+    device = first_value(weights).device
     moved = _thorough(group, device)(weights)
     trace = poutine.Trace()
     for name, msg in recorder.sites.items():

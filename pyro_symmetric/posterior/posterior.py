@@ -50,6 +50,7 @@ from pyro_symmetric.weights import (
     Weights,
     batch_shape,
     drop_names,
+    first_value,
     map_values,
 )
 
@@ -273,12 +274,12 @@ class Posterior:
     @property
     def num_chains(self) -> int:
         """Number of chains."""
-        return next(iter(self.samples.values())).shape[0]
+        return first_value(self.samples).shape[0]
 
     @property
     def num_samples(self) -> int:
         """Number of draws of each chain."""
-        return next(iter(self.samples.values())).shape[1]
+        return first_value(self.samples).shape[1]
 
     def __getitem__(self, site: str) -> Tensor:
         """Return the draws of a site, ``(chains, draws, *site_shape)``.

@@ -40,7 +40,14 @@ from pyro_symmetric.density.traced import (
 from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.weights import Tensors, Weights, batch_shape, pick, require_sites
+from pyro_symmetric.weights import (
+    Tensors,
+    Weights,
+    batch_shape,
+    first_value,
+    pick,
+    require_sites,
+)
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
@@ -157,7 +164,7 @@ def _in_chunks(
     """Predict in chunks of draws; return the chunks' predictions or, added up over the
     draws, a single one.
     """
-    device = next(iter(draws.values())).device
+    device = first_value(draws).device
     results = list[Any]()
     max_entries = (
         CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
@@ -252,7 +259,7 @@ class NetworkPredictor:
         ):
             self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
             self.latents = [site for site in self.site_shapes if site not in tensors]
-        like = next(iter(parameters.values()))
+        like = first_value(parameters)
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)

@@ -28,7 +28,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.weights import Weights, map_values, select_rows
+from pyro_symmetric.weights import Weights, first_value, map_values, select_rows
 
 # enough to tell underfitting from overfitting
 TRAINING_ROWS = 1_000
@@ -61,7 +61,7 @@ class Draws:
     @property
     def count(self) -> int:
         """The number of draws."""
-        return len(next(iter(self.raw.values())))
+        return len(first_value(self.raw))
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _distance(
 def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """Score some training rows by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
-    kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
+    kept = evenly_spaced(len(first_value(weights)), TRAINING_DRAWS)
     prediction = predictive(select_rows(weights, kept), problem, problem.x[rows])
     return _scores(prediction, problem, problem.y[rows])
 

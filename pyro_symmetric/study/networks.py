@@ -25,6 +25,7 @@ from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import (
     Layout,
     Weights,
+    first_value,
     map_values,
     pick,
     select_rows,
@@ -256,7 +257,7 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
     :param rate: the probability of dropping a unit.
     """
     batch = outgoing.batch_shape(weights)
-    like = next(iter(weights.values()))
+    like = first_value(weights)
     factors = {
         name: (
             torch.rand(*batch, *units.shape, dtype=like.dtype, device=like.device)
