@@ -529,7 +529,7 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
         name: p.detach().expand(count, *p.shape).clone()
         for name, p in net.named_parameters()
     }
-    not_reset = dict(members)
+    is_reset: set[str] = set()
     for prefix, module in net.named_modules():
         names = {
             f"{prefix}.{name}".lstrip("."): p
@@ -542,14 +542,14 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
         )
         if not own or not callable(reset):
             continue
-        not_reset = drop_names(not_reset, own)
+        is_reset |= own.keys()
         for member in range(count):
             reset()
             for name, parameter in own.items():
                 members[name][member] = parameter.detach()
     varying = [
-        n
-        for n, value in not_reset.items()
+        name
+        for name, value in drop_names(members, is_reset).items()
         if count > 1 and not (value[0] == value.flatten()[0]).all()
     ]
     if varying:

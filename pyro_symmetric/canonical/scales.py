@@ -393,25 +393,11 @@ class Mass:
                         torch.where(free, pulls[0] + pulls[1], 1.0),
                         free,
                     )
-                    bound = 2 * self._largest_change(p)
-                    u = u + p * torch.where(bound > 0, bound.log1p() / bound, 1.0)
+                    # no longer than one, where it could overshoot
+                    u = u + p / p.abs().amax(-1, keepdim=True).clamp_min(1.0)
         return u, imbalance
 
     # small steps ----------------------------------------------------------------------
-
-    def _largest_change(self, p: Tensor) -> Tensor:
-        """Return a bound on the change of each entry's log-multiplier along a
-        direction, ``(samples, 1)``.
-        """
-        logs = torch.stack([p, -p], 1)
-        largest = torch.zeros_like(p[:, 0])
-        for _, axes in self._terms:
-            changes = [axis(logs) for axis in axes]
-            if changes:
-                high = torch.stack([change.amax(-1) for change in changes]).sum(0)
-                low = torch.stack([change.amin(-1) for change in changes]).sum(0)
-                largest = torch.maximum(largest, torch.maximum(high, -low))
-        return largest.unsqueeze(-1)
 
     def _slope(
         self, logs: Tensor, twice: bool = True

@@ -916,15 +916,13 @@ def gather(flow: Flow, call: Call) -> Value:
         lines = positions.constant.movedim(call.axis, 0).flatten(1)
         if lines.numel() and (lines == lines[:, :1]).all():
             known = lines[:, 0].numpy().astype(np.int64)
-    if known is not None:
+    if known is None:
+        value = flow.collapse(call.value, [call.axis])
+    else:
         value = flow.take(call.value, call.axis, known)
-        for other in set(range(value.dim)) - {call.axis}:
-            value = flow.take(value, other, np.arange(positions.shape[other]))
-        return value
-    value = flow.collapse(call.value, [call.axis])
     for other in set(range(value.dim)) - {call.axis}:
         value = flow.take(value, other, np.arange(positions.shape[other]))
-    return flow.elementwise([value, positions])
+    return flow.elementwise([value, positions]) if known is None else value
 
 
 @register_rule("take")

@@ -60,6 +60,15 @@ class Place:
             return positions.reshape(count, self.blocks).T.contiguous()
         return positions.reshape(self.blocks, count)
 
+    def received(
+        self, value: Tensor, count: int, units: Sequence[int], sources: Sequence[int]
+    ) -> Tensor:
+        """Let some of ``count`` units receive the entries of others."""
+        index = self.index(count)
+        order = torch.arange(index.numel(), device="cpu")
+        order[index[:, units]] = index[:, sources]
+        return value.index_select(self.dim, order.to(value.device))
+
     def __str__(self) -> str:
         return f"{self.site}[{self.dim}]"
 
@@ -84,12 +93,9 @@ class Exchange:
     count: int
 
     def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
+        pair = [self.first, self.second]
         for place in places:
-            index = place.index(self.count)
-            order = torch.arange(index.numel(), device="cpu")
-            order[index[:, self.first]] = index[:, self.second]
-            order[index[:, self.second]] = index[:, self.first]
-            value = value.index_select(place.dim, order.to(value.device))
+            value = place.received(value, self.count, pair, pair[::-1])
         return value
 
 
@@ -101,13 +107,9 @@ class Cycle:
     count: int
 
     def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
-        from_units = torch.tensor(self.units, device="cpu")
-        to_units = from_units.roll(1)
+        receivers = [*self.units[-1:], *self.units[:-1]]
         for place in places:
-            index = place.index(self.count)
-            order = torch.arange(index.numel(), device="cpu")
-            order[index[:, to_units]] = index[:, from_units]
-            value = value.index_select(place.dim, order.to(value.device))
+            value = place.received(value, self.count, receivers, self.units)
         return value
 
 
@@ -280,10 +282,9 @@ class Searcher:
         if inside or not isinstance(involution, Exchange):
             return mean
         for place in {place for subset in subsets for place in subset}:
-            index = place.index(involution.count)
-            order = torch.arange(index.numel(), device="cpu")
-            order[index[:, involution.second]] = index[:, involution.first]
-            value = value.index_select(place.dim, order.to(value.device))
+            value = place.received(
+                value, involution.count, [involution.second], [involution.first]
+            )
         return value
 
     def _verified(self, involution: SiteMove, basis: list[PlaceSet]) -> list[PlaceSet]:

@@ -92,7 +92,21 @@ class OrbitEstimator(ABC):
 
 
 @dataclass(frozen=True)
-class InfoNCE(OrbitEstimator):
+class _Sampled(OrbitEstimator):
+    """An estimator by ``K`` proposals, ``matched`` to the base's units or uniform."""
+
+    K: int
+    matched: ClassVar[bool]
+
+    def log_prob_elsewhere(
+        self, base: Distribution, action: Action, value: Tensor
+    ) -> Tensor:
+        weights = log_weights(base, action, value, self.K + 1, self.matched)
+        return log_mean_exp(weights[1:]).to(value.dtype)
+
+
+@dataclass(frozen=True)
+class InfoNCE(_Sampled):
     r"""The InfoNCE bound: the mean over the identity and ``K`` uniform elements, drawn
     anew at each call.
 
@@ -119,25 +133,18 @@ class InfoNCE(OrbitEstimator):
     """
 
     K: int = 15
+    matched: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         arguments.whole("K", self.K, 0)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        return log_mean_exp(log_weights(base, action, value, self.K, matched=False)).to(
-            value.dtype
-        )
-
-    def log_prob_elsewhere(
-        self, base: Distribution, action: Action, value: Tensor
-    ) -> Tensor:
-        return log_mean_exp(
-            log_weights(base, action, value, self.K + 1, matched=False)[1:]
-        ).to(value.dtype)
+        weights = log_weights(base, action, value, self.K, self.matched)
+        return log_mean_exp(weights).to(value.dtype)
 
 
 @dataclass(frozen=True)
-class SinkhornImportance(OrbitEstimator):
+class SinkhornImportance(_Sampled):
     r"""The importance-sampling bound with ``K`` proposals that match the draw's units
     to the base's.
 
@@ -172,19 +179,13 @@ class SinkhornImportance(OrbitEstimator):
     """
 
     K: int = 4
+    matched: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         arguments.whole("K", self.K, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         return jackknifed(log_weights(base, action, value, self.K)).to(value.dtype)
-
-    def log_prob_elsewhere(
-        self, base: Distribution, action: Action, value: Tensor
-    ) -> Tensor:
-        return log_mean_exp(log_weights(base, action, value, self.K + 1)[1:]).to(
-            value.dtype
-        )
 
 
 @dataclass(frozen=True)

@@ -85,16 +85,7 @@ class UnitBlocks(TorchDistribution):
         self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None
     ) -> UnitBlocks:
         new = self._get_checked_instance(UnitBlocks, _instance)
-        for name in (
-            "loc",
-            "positions",
-            "scale_trils",
-            "_sets",
-            "scale",
-            "rest",
-            "_order",
-        ):
-            setattr(new, name, getattr(self, name))
+        vars(new).update(vars(self))
         super(UnitBlocks, new).__init__(
             torch.Size(batch_shape), self.event_shape, validate_args=False
         )

@@ -586,11 +586,11 @@ def _require_independence(
 
 def _alike(fn: Any, again: Any, value: Any) -> bool:
     """Return whether two distributions have the same log-density of a value."""
-    law = fn.law if isinstance(fn, _CopiedSite) else fn
-    law_again = again.law if isinstance(again, _CopiedSite) else again
     try:
-        log_prob, _ = extract_provenance(law.log_prob(value))
-        log_prob_again, _ = extract_provenance(law_again.log_prob(value))
+        log_prob, _ = extract_provenance(getattr(fn, "law", fn).log_prob(value))
+        log_prob_again, _ = extract_provenance(
+            getattr(again, "law", again).log_prob(value)
+        )
     except ValueError:  # outside of a support
         return False
     log_prob, log_prob_again = torch.broadcast_tensors(log_prob, log_prob_again)
