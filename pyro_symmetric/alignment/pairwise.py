@@ -111,8 +111,10 @@ class Alignment:
         for name in self.element.permutations:
             images = self.element.images(name).reshape(-1, self.element[name].shape[-1])
             sources[name] = (range(images.shape[-1]), images[0])
-        before, after = _mean(self.initial_cost), _mean(self.cost)
-        xlabel, ylabel = "unit of the reference", "unit of the source"
+        before = _mean(self.initial_cost)
+        after = _mean(self.cost)
+        xlabel = "unit of the reference"
+        ylabel = "unit of the source"
         ax = plots.curves(ax, sources, xlabel, ylabel, marker="o", ls="none")
         ax.set_title(f"cost {before:.4g} to {after:.4g}")
         return ax

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
 from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
-from pyro_symmetric.weights import Tensors
+from pyro_symmetric.weights import Tensors, map_values
 
 MAX_ENTRIES_SHOWN = 32  # of a site
 
@@ -47,8 +48,9 @@ class Summary(pd.DataFrame):
         """
         sites = {}
         if chains:
-            sites = {site: chain_statistics(draws) for site, draws in samples.items()}
-        low, high = (1 - prob) / 2, (1 + prob) / 2
+            sites = map_values(chain_statistics, samples)
+        low = (1 - prob) / 2
+        high = (1 + prob) / 2
         heads = ["mean", "std", "median", f"{low:.1%}", f"{high:.1%}"]
         rows = dict[str, list[float]]()
         for site, draws in samples.items():
@@ -58,7 +60,9 @@ class Summary(pd.DataFrame):
             rows, orient="index", columns=heads + ["n_eff", "r_hat"] * chains
         )
         result = cls(found)
-        result.sites, result.lead, result.counted = sites, lead, end
+        result.sites = sites
+        result.lead = lead
+        result.counted = end
         return result
 
     def __repr__(self) -> str:
@@ -78,7 +82,7 @@ class Summary(pd.DataFrame):
         sites = html_table("", self._site_rows()) if self.sites else ""
         return html_table("", remarks=self.lead) + entries + sites + self.counted
 
-    def _site_rows(self) -> list[tuple[str, ...]]:
+    def _site_rows(self) -> list[Names]:
         return [HEAD, *(site_row(*site) for site in self.sites.items())]
 
 
