@@ -137,6 +137,9 @@ def minimal_mass(
     scalings, which keep the function.
 
     The weights of normalisations count, as in the paper. The minimum has no gradients.
+    Units that rotate keep their weights, as rotations keep the mass. Of units that may
+    rotate and scale (queries and keys), scales alone are minimised; all invertible maps
+    together may have a lower minimum.
 
     *Pinned units* have no best scale: the mass decreases for ever as they grow or
     shrink. Their incoming or outgoing weights are all zero, or their output is

@@ -3,7 +3,7 @@ of those that were found.
 
 A continuous symmetry moves weights along the null space of the Jacobian of a network's
 outputs, at many inputs. Its dimension is compared with the rank of the tangents of the
-scales and shifts that were found, at several random points near the network's weights:
+scales, shifts and rotations that were found, at several random points near the network's weights:
 one may have a larger null space by accident (a unit that no input switches on, say).
 """
 
@@ -21,8 +21,8 @@ from pyro_symmetric.arguments import Keywords, Names
 from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.groups import Group
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.groups.moves import MOVES, Move
 from pyro_symmetric.weights import Weights, map_values
 
 # points at most, and weights at most: time grows with their cube
@@ -46,16 +46,16 @@ class Completeness:
     """The dimension of all continuous symmetries of a network, and of those that were
     found.
 
-    Most networks have more than scales and shifts: linear maps between two matrices
-    (queries and keys), rotations of a normalised stream, an offset that a normalisation
-    removes. The library doesn't act with these. Permutations and signs have no
-    tangents.
+    Many networks have more than scales, shifts and rotations: all invertible maps
+    between two matrices (queries and keys), an offset that a normalisation removes. The
+    library doesn't act with these. Permutations and signs have no tangents.
 
     :ivar weights: the number of weights (with the running statistics that the symmetry
         moves).
     :ivar null: the dimension of the Jacobian's null space, at generic weights and to
         first order.
-    :ivar found: the dimension of the scales and shifts of the symmetry.
+    :ivar found: the dimension of the scales and shifts of the symmetry, and of the
+        rotations of :meth:`~pyro_symmetric.Symmetry.with_rotations`.
     :ivar doubts: reasons why the numbers may be wrong.
     """
 
@@ -85,7 +85,8 @@ def completeness(
     >>> result.null, result.found  # 8 numbers determine the function of 50 weights
     (42, 8)
 
-    :param symmetry: the symmetry of the network, which isn't changed.
+    :param symmetry: the symmetry of the network, which isn't changed; its
+        ``with_rotations()`` counts rotations.
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are
         replaced by random numbers, integers by others from the smallest to the largest
         of the example; masks stay.
@@ -222,22 +223,38 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
 
 
 def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over scales and shifts, in words, with the tangents of their units,
-    ``(units, size)``.
+    """Iterate over scales, shifts and rotations, in words, with the tangents of their
+    units, ``(units, size)``.
     """
-    moves: dict[Move, str] = {"scale": "log_scales", "shift": "shifts"}
-    for move, argument in moves.items():
+    moves: tuple[Move, ...] = ("scale", "shift", "rotate")
+    for move in moves:
         for name in group.names(move):
-            one = group[name]
-            step = STEP * torch.eye(
-                one.count, dtype=torch.float64, device="cpu"
-            ).reshape(one.count, *one.shape)
+            steps = _steps(group[name], move)
             up, down = (
-                group.element(**{argument: {name: own}}).on_sites(weights)
-                for own in (step, -step)
+                group.element(**{MOVES[move].argument: {name: step}}).on_sites(weights)
+                for step in steps
             )
             moved = [
-                (up[site] - down[site]).expand(one.count, *v.shape).flatten(1)
+                (up[site] - down[site]).expand(len(steps[0]), *v.shape).flatten(1)
                 for site, v in weights.items()
             ]
             yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu() / (2 * STEP)
+
+
+def _steps(units: Units, move: Move) -> tuple[Tensor, Tensor]:
+    """Return the numbers of small moves, of each unit or plane of units, and of their
+    inverses.
+    """
+    if move != "rotate":
+        still = torch.eye(units.count, dtype=torch.float64, device="cpu")
+        step = STEP * still.reshape(-1, *units.shape)
+        return step, -step
+    size = units.size
+    entries = torch.eye(size**2, dtype=torch.float64, device="cpu")
+    entries = entries.view(size, size, size, size)
+    first, second = torch.triu_indices(size, size, 1, device="cpu")
+    planes = entries[first, second] - entries[second, first]
+    copies = torch.eye(units.copies, dtype=torch.float64, device="cpu")
+    step = STEP * torch.einsum("cd,pij->cpdij", copies, planes)
+    turn = torch.linalg.matrix_exp(step).reshape(-1, *units.shape, size)
+    return turn, turn.mT

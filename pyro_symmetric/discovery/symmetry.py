@@ -176,8 +176,9 @@ class Symmetry:
         of functions. Rotations take the place of other moves of these units: a function
         of two matrices in a row, or of queries and keys, allows all invertible maps of
         them, of which a group here holds scales with permutations, or rotations.
-        Continuous, they can be removed and aligned; guides are averaged over the
-        permutations and signs among them.
+        Continuous, they can be removed and aligned. Guides are trained on the average
+        over the permutations and signs among them; :func:`~pyro_symmetric.evidence`
+        averages over rotations.
 
         >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
         >>> symmetry = ps.find_symmetry(net, x)
@@ -191,7 +192,14 @@ class Symmetry:
                 f"no units rotate; those that permute are "
                 f"{list(self.group.names('permute'))}"
             )
-        return replace(self, group=rotated(self.group, self.rotating), rotating=())
+        scaled = [name for name in self.rotating if name in self.group.names("scale")]
+        return replace(
+            self,
+            group=rotated(self.group, self.rotating),
+            explanation=Explanation(map(self._with_maps, self.explanation)),
+            remarks=(*self.remarks, *map(self._maps_of, scaled)),
+            rotating=(),
+        )
 
     # the group and its subgroups ------------------------------------------------------
 
@@ -277,7 +285,9 @@ class Symmetry:
             "site", site, dict.fromkeys(axis.site for axis in self.explanation)
         )
         return Explanation(
-            self._with_modes(axis) for axis in self.explanation if axis.site in chosen
+            self._with_maps(self._with_modes(axis))
+            for axis in self.explanation
+            if axis.site in chosen
         )
 
     def _with_modes(self, explained: AxisExplanation) -> AxisExplanation:
@@ -289,6 +299,23 @@ class Symmetry:
             if place in {(axis.site, axis.dim) for axis in axes if axis.exponent}:
                 reasons.append(f"{name} ({move}) in evaluation mode only")
         return explained._replace(reason="; ".join(reasons))
+
+    def _with_maps(self, explained: AxisExplanation) -> AxisExplanation:
+        """Name the linear maps that may mix the units along an axis."""
+        reasons = [explained.reason] if explained.reason else []
+        for name in self.rotating:
+            axes = self.group[name].axes if name in self.group.units else ()
+            if (explained.site, explained.dim) in {(a.site, a.dim) for a in axes}:
+                reasons.append(self._maps_of(name))
+        return explained._replace(reason="; ".join(reasons))
+
+    def _maps_of(self, name: str) -> str:
+        if name not in self.group.names("scale"):
+            return f"all orthogonal maps of {name} hold as well"
+        return (  # which scales and rotations generate
+            f"all invertible maps of {name} hold as well, scales among them, of which "
+            "an isotropic prior leaves the orthogonal ones"
+        )
 
     # elements -------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ class Attention(nn.Module):
 class Stream(nn.Module):
     """A residual stream under RMSNorm, with gains or without."""
 
-    def __init__(self, gains: bool):
+    def __init__(self, gains: bool, inputs: int = 3):
         super().__init__()
-        self.into, self.out = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.into, self.out = nn.Linear(inputs, 5), nn.Linear(5, 2)
         self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
         self.norm = nn.RMSNorm(5, elementwise_affine=gains)
 
@@ -147,3 +147,60 @@ def test_factors_of_one_scale_rotate_among_themselves():
     symmetry = ps.find_symmetry(model, data)
     assert [symmetry.group[name].size for name in symmetry.rotating] == [2]
     assert ps.verify_model(symmetry.with_rotations(), model, data)
+
+
+def test_explanations_name_rotations_and_what_the_function_allows():
+    torch.manual_seed(0)
+    symmetry = ps.find_symmetry(Attention(), torch.randn(2, 4, 6))
+    invertible = "all invertible maps of q hold as well, scales among them"
+    assert invertible in str(symmetry.explain("q.weight"))
+    turned = symmetry.with_rotations()
+    explained = str(turned.explain("k.weight"))
+    assert explained.count(invertible) == 1
+    assert invertible in str(turned)
+    assert invertible in str(ps.Symmetry.from_dict(turned.to_dict()))
+    stream = ps.find_symmetry(Stream(gains=False), torch.randn(4, 3))
+    explained = str(stream.explain("down.weight"))
+    assert "all orthogonal maps of into hold as well" in explained
+    assert "invertible" not in explained
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_no_continuous_move_is_missed_where_rotations_were_missing(parallel):
+    """Of a stream under RMSNorm, whose other units meet tanh."""
+    torch.manual_seed(parallel)
+    net = nn.ModuleList(Stream(gains=False, inputs=7) for _ in range(parallel))
+    for stream in net:
+        stream.norm.eps = 0.1  # which leaves no scale that all units share
+    both, x = Parallel(net), torch.randn(9, 7)
+    symmetry = ps.find_symmetry(both, x)
+    before = ps.discovery.completeness(symmetry, both, x)
+    assert (before.null, before.found) == (10 * parallel, 0)  # planes of five units
+    assert ps.discovery.completeness(symmetry.with_rotations(), both, x).complete
+
+
+class Parallel(nn.Module):
+    def __init__(self, parts: nn.ModuleList):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.tanh(part(x)) for part in self.parts], -1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["gains", "ReLU", "relevance", "unequal axes"])
+def test_wrong_rotations_are_refused(kind, seed):
+    """At networks and data of other seeds; of 50 seeds of each kind all are refused."""
+    torch.manual_seed(100 + seed)
+    if kind == "gains":
+        network, inputs = Stream(gains=True), torch.randn(4, 3)
+        nn.init.normal_(network.norm.weight, 1.0, 0.2)
+        assert ps.find_symmetry(network, inputs).rotating == ()
+    elif kind == "ReLU":
+        network = Adapted(nn.ReLU())
+        assert ps.find_symmetry(network, torch.randn(4, 5)).rotating == ()
+    else:
+        scales = 0.5 + 1.5 * torch.rand(3)
+        model = relevance if kind == "relevance" else factor_model(scales)
+        assert ps.find_symmetry(model, torch.randn(12, 5)).rotating == ()
