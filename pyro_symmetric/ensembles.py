@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -166,10 +166,10 @@ def ensemble(
                     )
                 )
     samples = {
-        site: torch.cat([weights[site] for weights, _, _ in parts])
-        for site in parts[0][0]
+        site: torch.cat([part.weights[site] for part in parts])
+        for site in parts[0].weights
     }
-    losses = torch.cat([losses for _, losses, _ in parts])
+    losses = torch.cat([part.losses for part in parts])
     finite = _finite_members(samples, losses)
     metadata = {
         "kernel": "ensemble",
@@ -181,7 +181,7 @@ def ensemble(
         },
         "seed": seed,
         "diverged": int((~finite).sum()),
-        "losses": torch.stack([len(final) * curve for _, final, curve in parts])
+        "losses": torch.stack([len(part.losses) * part.curve for part in parts])
         .sum(0)
         .div(num_members)
         .tolist(),
@@ -251,6 +251,16 @@ class Objective:
         )
 
 
+class _Trained(NamedTuple):
+    """Members: their weights ``(M, *shape)``, losses ``(M,)``, and the mean losses
+    ``(epochs,)``.
+    """
+
+    weights: Weights
+    losses: Tensor
+    curve: Tensor
+
+
 def _train(
     objective: Objective,
     unconstrained: Weights,
@@ -261,10 +271,8 @@ def _train(
     generator: torch.Generator,
     watch: Watch | None,
     bar: tqdm,
-) -> tuple[Weights, Tensor, Tensor]:
-    """Train ``M`` members; return final weights ``(M, *shape)``, losses ``(M,)`` and
-    mean losses ``(epochs,)``.
-    """
+) -> _Trained:
+    """Train ``M`` members."""
     rows = len(objective.x)
     count = len(first_value(unconstrained))
     objective.net.train(objective.training)
@@ -321,7 +329,7 @@ def _train(
             name: value for name, value in buffers.items() if value.is_floating_point()
         }
         members = {**objective.constrain(unconstrained), **statistics}
-    return (
+    return _Trained(
         map_values(lambda value: value.detach().cpu(), members),
         final.cpu(),
         torch.stack(epoch_losses),

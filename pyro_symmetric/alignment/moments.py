@@ -190,12 +190,7 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """
     if isinstance(weights, GaussianWeights):
         return weights
-    loc, scale, supports = _read(plain(weights), name)
-    return GaussianWeights(
-        loc,
-        scale or map_values(torch.zeros_like, loc),
-        supports,
-    )
+    return _read(plain(weights), name)
 
 
 def on_host(
@@ -232,18 +227,20 @@ def plain(weights: Any) -> Any:
     return {**dict(weights.named_parameters()), **buffers}
 
 
-def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Constraint]]:
-    """Return means, deviations (none for plain weights) and supports, on their
+def _read(weights: Any, name: str) -> GaussianWeights:
+    """Return means, deviations (zero for plain weights) and supports, on their
     device.
     """
     if isinstance(weights, Posterior):
         flat = weights.get_samples()
         require_finite(flat, name)
         spread = map_values(lambda value: value.std(0, correction=0), flat)
-        return map_values(lambda value: value.mean(0), flat), spread, {}
+        mean = map_values(lambda value: value.mean(0), flat)
+        return GaussianWeights(mean, spread)
     if isinstance(weights, Mapping):
         arguments.weights(name, weights)
-        return map_values(Tensor.detach, weights), {}, {}
+        loc = map_values(Tensor.detach, weights)
+        return GaussianWeights(loc, map_values(torch.zeros_like, loc))
     by_site = hasattr(weights, "_get_loc_and_scale")
     if not by_site and not (
         hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")
@@ -275,7 +272,7 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
     # Cloned, as later training steps change the guide's parameters in place.
     loc = map_values(lambda pair: pair[0].detach().clone(), moments)
     scale = map_values(lambda pair: pair[1].detach().clone(), moments)
-    return (
+    return GaussianWeights(
         loc,
         scale,
         {site: support for site, support in sites.items() if not is_real(support)},
@@ -528,11 +525,18 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
     return sites
 
 
-def members_of(
-    sources: Any, group: Group
-) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
-    """Return the moments of a list, a batch or a posterior by name; their device; the
-    batch shape of their elements.
+class Members(NamedTuple):
+    """The moments of members by name, their device, and the batch shape of their
+    elements.
+    """
+
+    moments: dict[str, GaussianWeights]
+    device: torch.device
+    shape: tuple[int, ...]
+
+
+def members_of(sources: Any, group: Group) -> Members:
+    """Return the members of a list, a batch or a posterior.
 
     :raises ValueError: if there are none, or naming the member and the site that
         doesn't fit.
@@ -555,7 +559,7 @@ def members_of(
                     "each place"
                 )
             require_buffers(one.loc, group.buffers, name)
-        return (
+        return Members(
             {name: one for name, (one, _) in moments.items()},
             moments["sources[0]"][1],
             (len(moments),),
@@ -580,7 +584,7 @@ def members_of(
             "list of members"
         )
     require_buffers(gaussian.loc, group.buffers, "sources")
-    return {"sources": gaussian}, device, shape or batch
+    return Members({"sources": gaussian}, device, shape or batch)
 
 
 def moments_of(

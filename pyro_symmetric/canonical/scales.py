@@ -225,17 +225,25 @@ def minimal_mass(
     )
 
 
-def _minimum(
-    weights: Tensors, group: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return mass, mass before, log-scales, pinned units and imbalance of weights of
-    the view, ``(samples, ...)``.
+class _Minimum(NamedTuple):
+    """The minimum of samples' masses, the mass before, log-scales, pinned units, and
+    the imbalance, ``(samples, ...)``.
     """
+
+    mass: Tensor
+    before: Tensor
+    log_scales: Tensor
+    pinned: Tensor
+    imbalance: Tensor
+
+
+def _minimum(weights: Tensors, group: Group) -> _Minimum:
+    """Minimise the mass of weights of the view."""
     whole = Mass(group, map_values(lambda value: value.double().square(), weights))
     free = whole.bounded()
     left = whole.without(~free)
     u, imbalance = left.minimise(free)
-    return left(u), left(torch.zeros_like(u)), u, ~free, imbalance
+    return _Minimum(left(u), left(torch.zeros_like(u)), u, ~free, imbalance)
 
 
 def weights_of(given: Any, group: Group) -> Weights:

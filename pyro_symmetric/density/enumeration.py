@@ -168,21 +168,18 @@ class Enumeration(EnumMessenger):
                         "of its own (a Binomial for a sum of Bernoullis)"
                     )
 
-    def _contract(self, trace: poutine.Trace) -> tuple[Any, Any, Any, _Elimination]:
-        """Return the log-density of the sites that depend on no discrete site, the log
-        of the sum over the discrete sites of the others, its scale, and the
-        elimination."""
+    def _contract(self, trace: poutine.Trace) -> _Contraction:
+        """Sum over the discrete sites."""
         others, factors, scale = self._factors(trace)
         elimination = _Elimination(list(trace.symbol_to_dim))
         if not factors:
-            return others, 0.0, 1.0, elimination
+            return _Contraction(others, 0.0, 1.0, elimination)
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
-        return others, log_sum, scale, elimination
+        return _Contraction(others, log_sum, scale, elimination)
 
-    def _factors(self, trace: poutine.Trace) -> tuple[Any, OrderedDict[Any, Any], Any]:
-        """Return the log-density of the sites that depend on no discrete site, the
-        packed log-densities of the others by their plates, and the scale of these."""
+    def _factors(self, trace: poutine.Trace) -> _Factors:
+        """Return the log-densities of all sites."""
         trace.symbolize_dims()
         nodes = dict(trace.nodes)
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
@@ -201,7 +198,8 @@ class Enumeration(EnumMessenger):
                 )
                 factors.setdefault(plates, []).append(factor)
                 scales.append(site["scale"])
-        return others, factors, _get_common_scale(scales) if scales else 1.0
+        scale = _get_common_scale(scales) if scales else 1.0
+        return _Factors(others, factors, scale)
 
     def _factor(self, site: Any) -> Any:
         """Return a site's unscaled log-density, packed by its plates and the discrete
@@ -213,6 +211,27 @@ class Enumeration(EnumMessenger):
         dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
         extra = [dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1]
         return pack(log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols)
+
+
+class _Factors(NamedTuple):
+    """The log-density of the sites that depend on no discrete site, the packed
+    log-densities of the others by their plates, and the scale of these.
+    """
+
+    others: Tensor
+    by_plates: OrderedDict[Any, Any]
+    scale: Any
+
+
+class _Contraction(NamedTuple):
+    """The log-density of the sites that depend on no discrete site, the log of the sum
+    over the discrete sites of the others, its scale, and the elimination.
+    """
+
+    others: Tensor
+    log_sum: Any
+    scale: Any
+    elimination: _Elimination
 
 
 def _plates(site: Any) -> set[str]:

@@ -18,7 +18,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -625,13 +625,21 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Keywords) -> Iterator[No
         raise
 
 
+class Placed(NamedTuple):
+    """A model and its arguments."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def placed(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: Device,
     dtype: torch.dtype | None,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Placed:
     """Move a model and the tensors in its arguments, at any depth, to a device, and
     those in floating point to a dtype; ``None`` keeps either. The caller's own objects
     don't change: a module elsewhere, or in another dtype, is copied."""
@@ -647,7 +655,7 @@ def placed(
         parts = [*model.parameters(), *model.buffers()]
         if any(place(part) is not part for part in parts):
             model = copy.deepcopy(model).to(device=device, dtype=dtype)
-    return model, tree_map(place, args), tree_map(place, kwargs)
+    return Placed(model, tree_map(place, args), tree_map(place, kwargs))
 
 
 def promoted(values: list[Tensor]) -> torch.dtype | None:

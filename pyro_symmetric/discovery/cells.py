@@ -22,7 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -128,6 +128,14 @@ def colour_refine(
     return colour
 
 
+class _Memberships(NamedTuple):
+    """Classes, those of which they are members, and the numbers of the facts."""
+
+    children: Array
+    parents: Array
+    facts: Array
+
+
 class _Facts:
     """Colours and memberships of units, as hashes and index arrays.
 
@@ -164,10 +172,8 @@ class _Facts:
         self._individualise_ambiguous_parents()
         self._tell_copies_apart()
 
-    def _memberships(self) -> tuple[Array, Array, Array]:
-        """Return distinct memberships between classes: children, parents, numbers of
-        the facts.
-        """
+    def _memberships(self) -> _Memberships:
+        """Return the distinct memberships between classes."""
         relations = self.flow.relations
         child, parent = (
             self.unit[np.concatenate([NOTHING, *(fact[end] for fact in relations)])]
@@ -178,7 +184,9 @@ class _Facts:
         ).astype(np.int64)
         proper = child != parent
         rows = distinct_rows(number[proper], child[proper], parent[proper])[0]
-        return child[proper][rows], parent[proper][rows], number[proper][rows]
+        return _Memberships(
+            child[proper][rows], parent[proper][rows], number[proper][rows]
+        )
 
     def refined_colours(self) -> Array:
         """Return stable colours, numbered from 0: units of one colour have equally
@@ -832,10 +840,18 @@ def unused(name: str, taken: Iterable[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
-    """Find distinct rows of several integer columns, sorted: index of the first of
-    each, inverse, counts.
+class DistinctRows(NamedTuple):
+    """Distinct rows: the index of the ``first`` of each, the number of each row among
+    them, and how often they come.
     """
+
+    first: Array
+    number: Array
+    counts: Array
+
+
+def distinct_rows(*columns: Array) -> DistinctRows:
+    """Find distinct rows of several integer columns, sorted."""
     order = np.lexsort(columns[::-1])
     new = np.zeros(len(order), dtype=bool)
     new[:1] = True
@@ -843,7 +859,7 @@ def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
         new[1:] |= column[order][1:] != column[order][:-1]
     inverse = np.empty(len(order), dtype=np.int64)
     inverse[order] = np.cumsum(new) - 1
-    return order[new], inverse, np.bincount(inverse)
+    return DistinctRows(order[new], inverse, np.bincount(inverse))
 
 
 def components(size: int, one: Array, other: Array) -> tuple[int, Array]:

@@ -209,6 +209,37 @@ def _sets_of_action(
     return group, unit_sets(group, action.sites)
 
 
+class Matrix(NamedTuple):
+    """The matrix ``A`` of a set of units.
+
+    :param densities: the matrix, one for either sign if units have signs.
+    :param best: the best unit of each place.
+    :param certain: whether that one is certain.
+    """
+
+    densities: Tensor
+    best: Tensor
+    certain: Tensor
+
+
+class Product(NamedTuple):
+    """A part of ``A``, ``densities``, and the two factors whose product it is."""
+
+    densities: Tensor
+    of_places: Tensor
+    of_units: Tensor
+
+
+class DrawnSet(NamedTuple):
+    """Matchings of a set of units: the unit that each place takes, ``(count + 1,) +
+    batch + (n,)``, the units' signs, if they have some, and log-probabilities.
+    """
+
+    images: Tensor
+    signs: Tensor | None
+    log_prob: Tensor
+
+
 class UnitDensities:
     """The matrices ``A`` of every set of units for some draws: exact if units are
     independent under the base, by means and deviations for any other base.
@@ -322,7 +353,7 @@ class UnitDensities:
 
     # matrices: one, or two where units have signs, ``(signs, L) + batch + (places, unit
 
-    def matrix(self, name: str, quick: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def matrix(self, name: str, quick: bool = False) -> Matrix:
         """Return ``A`` of a set, up to a constant a place; the best unit of each place,
         and whether it is certain.
 
@@ -348,7 +379,8 @@ class UnitDensities:
         units, or all.
         """
         levels = [(self.value.dtype, False), (torch.float64, False)]
-        return self._refined(name, (self.sets[name].exclusive,), levels, places)[0]
+        axes = (self.sets[name].exclusive,)
+        return self._refined(name, axes, levels, places).densities
 
     def _refined(
         self,
@@ -357,7 +389,7 @@ class UnitDensities:
         levels: Sequence[tuple[torch.dtype, bool]],
         places: Tensor | None = None,
         quick: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Matrix:
         """Compute a matrix at one level after the other, a precision and whether to
         sketch, until all places are certain or rounding doesn't matter. Places that
         depend on an expectation are never certain."""
@@ -369,7 +401,9 @@ class UnitDensities:
                 self._product(name, axes, dtype, sketched, places, quick)
                 for axes in parts
             ]
-            densities = sum((product for product, _, _ in products[1:]), products[0][0])
+            densities = sum(
+                (product.densities for product in products[1:]), products[0].densities
+            )
             with torch.no_grad():
                 best, certain = best_columns(
                     densities, "permute" in self.group[name].moves
@@ -389,7 +423,7 @@ class UnitDensities:
                 # false of NaN
                 if not sketched and (rounding * ~certain <= MAX_ROUNDING).all():
                     break
-        return densities, best, certain
+        return Matrix(densities, best, certain)
 
     def _product(
         self,
@@ -399,7 +433,7 @@ class UnitDensities:
         sketched: bool,
         places: Tensor | None,
         quick: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Product:
         """Return the part of ``A`` from some axes: the product of a factor of the
         places and one of the units, and these factors."""
         # whose precisions couple all weights of a unit
@@ -449,7 +483,7 @@ class UnitDensities:
         place_factor = concatenate(of_places)
         unit_factors = [concatenate(factors) for factors in of_units]
         products = [place_factor @ factor.mT for factor in unit_factors]
-        result = (
+        result = Product(
             torch.stack(products) if len(signs) > 1 else products[0][None],
             place_factor,
             unit_factors[0],
@@ -564,7 +598,7 @@ class UnitDensities:
 
     def expect(self, name: str) -> None:
         """Note the expectation of an undrawn set, given all that is known of others."""
-        densities = self.matrix(name)[0]
+        densities = self.matrix(name).densities
         mix = torch.eye(
             densities.shape[-1], dtype=densities.dtype, device=densities.device
         ).expand_as(densities[0])
@@ -796,10 +830,9 @@ def draw_set(
     certain: Tensor,
     dtype: torch.dtype,
     log_odds_in: Callable[[Tensor], Tensor | None],
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> DrawnSet:
     """Draw the identity and ``count`` permutations of one set of units, and signs given
-    these: the unit that each place takes, ``(count + 1,) + batch + (n,)``, the units'
-    signs or None, and log-probabilities.
+    these.
 
     :param log_odds_in: the log-odds of the sign at each place in a matching, up to a
         common sign, which is then drawn; None if densities tell more.
@@ -810,7 +843,7 @@ def draw_set(
     if "permute" in units.moves and units.size > 1:
         images, log_prob = draw_matchings(densities, count, best, certain, dtype)
     if len(densities) == 1:
-        return images, None, log_prob
+        return DrawnSet(images, None, log_prob)
     log_odds = log_odds_in(images)
     if log_odds is not None:
         common = torch.randint_like(log_odds[..., :1], 2).mul_(2).sub_(1)
@@ -824,7 +857,8 @@ def draw_set(
         log_odds = (both[0] - both[1])[..., 0]
         signs = _drawn_signs(log_odds)
         log_prob = log_prob + logsigmoid(log_odds * signs).sum(-1)
-    return images, torch.empty_like(signs).scatter_(-1, images, signs), log_prob
+    of_units = torch.empty_like(signs).scatter_(-1, images, signs)
+    return DrawnSet(images, of_units, log_prob)
 
 
 def _says_nothing_of_signs(densities: Tensor) -> bool:
