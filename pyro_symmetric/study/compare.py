@@ -36,6 +36,7 @@ from pyro_symmetric.study.measure import (
     Draws,
     concerns,
     draws_of,
+    judge_together,
     measure,
     reference_of,
 )
@@ -55,12 +56,14 @@ PACKAGES = {
 # weights times rows below which one thread computes as fast as several
 SMALL_PROBLEM = 10_000_000
 FORMAT = "pyro-symmetric study"
-SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED = (
+SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED, *DERIVED = (
     "settings.json",
     "results.json",
     "report.html",
     "samples",
     "unfinished",
+    "figures",
+    "tables",
 )
 
 
@@ -168,6 +171,7 @@ def _run(
         # a test may simulate its null distribution
         with own_randomness(settings.seed, problem.x.device):
             rows[label] = measure(label, fit, draws[label], reference, problem)
+    judge_together(rows.values())
     remarks += concerns(rows, title)
     for line in remarks:
         say(line)
@@ -323,7 +327,7 @@ def claim_folder(path: Path, problem: Problem) -> Json:
         record = dict(json.loads((path / SETTINGS).read_text()))
     held = [
         name
-        for name in (SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED)
+        for name in (SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED, *DERIVED)
         if os.path.lexists(path / name)
     ]
     if held and record.get("format") != FORMAT:

@@ -4,14 +4,17 @@ invariance, convergence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare import (
+    diagnose,
     independent_draws,
     invariance_tests,
     marginal_wasserstein,
@@ -20,6 +23,7 @@ from pyro_symmetric.compare import (
 )
 from pyro_symmetric.compare import total_variation as total_variation_of
 from pyro_symmetric.compare.frames import canonical_frame, pooled_frame
+from pyro_symmetric.compare.invariance import holm
 from pyro_symmetric.compare.results import DistanceResult, plain
 from pyro_symmetric.compare.scores import Prediction
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -37,6 +41,7 @@ MIN_REFERENCE = 4
 OWN_HALF = "its own other half"  # of the draws, with which the reference is compared
 FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains
 CHUNK = 32
+GROUPS = 20  # of test rows, each left out once for the standard errors of scores
 
 # "raw", "removed" and "prediction" -> distance -> result
 Distances = dict[str, dict[str, DistanceResult]]
@@ -50,13 +55,20 @@ class Draws:
     :param canonical: the draws in canonical form.
     :param predictive: predictions on the test rows, as
         :func:`~pyro_symmetric.compare.total_variation` takes them.
-    :param nll: the mean negative log-likelihood of the test targets.
+    :param scores: scores on the test rows.
+    :param replicates: their numbers, by path, without each of some groups of rows.
     """
 
     raw: Weights
     canonical: Weights
     predictive: Prediction
-    nll: float
+    scores: Json
+    replicates: list[dict[str, float]]
+
+    @property
+    def nll(self) -> float:
+        """The mean negative log-likelihood of the test targets."""
+        return nll(self.scores)
 
     @property
     def count(self) -> int:
@@ -90,9 +102,13 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
         site: value[keep].to(problem.x.device)
         for site, value in posterior.get_samples().items()
     }
-    prediction = predictive(raw, problem, problem.dataset.test_x)
-    scored = nll(_scores(prediction, problem, problem.dataset.test_y))
-    return Draws(raw, canonical_frame(raw, problem.symmetry), prediction, scored)
+    data = problem.dataset
+    prediction = predictive(raw, problem, data.test_x)
+    outside = None if data.ood_x is None else predictions(raw, problem, data.ood_x)
+    scored = _scores(prediction, problem, data.test_y, outside)
+    canonical = canonical_frame(raw, problem.symmetry)
+    without = _replicates(prediction, problem, data.test_y, outside)
+    return Draws(raw, canonical, prediction, scored, without)
 
 
 def reference_of(
@@ -143,7 +159,6 @@ def measure(
     label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem
 ) -> dict[str, Any]:
     """Measure one row of the report, as JSON."""
-    data = problem.dataset
     posterior = fit.posterior
     # a single network is no sample
     is_chain = posterior.kind == "chains"
@@ -153,13 +168,12 @@ def measure(
         if is_chain
         else draws.count
     )
-    outside = (
-        None if data.ood_x is None else predictions(draws.raw, problem, data.ood_x)
-    )
+    against = reference.draws if reference and label != reference.label else None
     return {
         **fit.found,
+        **_uncertainty(draws, against),
         "draws": draws.count,
-        "prediction": _scores(draws.predictive, problem, data.test_y, outside),
+        "prediction": draws.scores,
         "training": _training_scores(draws.raw, problem),
         "invariance": _invariance(draws, problem, independent) if is_sample else None,
         "chains": _chains(posterior, problem) if is_chain else None,
@@ -167,6 +181,24 @@ def measure(
         if reference and is_sample
         else None,
     }
+
+
+def judge_together(rows: Iterable[Json]) -> None:
+    """Adjust the tests of invariance for the number of methods, by Holm's method: the
+    level holds over all of them together.
+    """
+    tests = [row["invariance"] for row in rows if row["invariance"]]
+    p_values = torch.tensor([test["p_value"] for test in tests], dtype=torch.float64)
+    for test, p_value in zip(tests, holm(p_values).tolist(), strict=True):
+        rejected = p_value <= test["level"]
+        outcome = "not invariant" if rejected else "no evidence against invariance"
+        _, colon, details = test["verdict"].partition(": ")
+        test["verdict"] = (
+            f"{outcome} at level {test['level']:g} over all {len(tests)} methods "
+            f"(p-value {p_value:.2g}, {test['num_draws']:,} draws)"
+            f"{(colon + details) * rejected}"
+        )
+        test |= {"adjusted": p_value, "rejected": rejected}
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
@@ -186,7 +218,31 @@ def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]
             f"{chains['divergences']} trajectories of the reference diverged; it may "
             "miss regions of the posterior."
         )
-    return sentences
+    return [*sentences, *_contradictions(rows)]
+
+
+def _contradictions(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each symmetrised guide whose ELBO is below that of a
+    mean-field guide symmetrised afterwards, which it should exceed.
+    """
+    bounds = {
+        name: row["evidence"] for name, row in rows.items() if row.get("evidence")
+    }
+    afterwards = next(
+        (bounds[name] for name in bounds if name.split(":")[0] == "mean-field"), None
+    )
+    for name, bound in bounds.items():
+        if afterwards is None or not name.startswith("symmetrized"):
+            continue
+        elbo, other = bound["symmetrized_elbo"], afterwards["symmetrized_elbo"]
+        error = math.hypot(bound["symmetrized_error"], afterwards["symmetrized_error"])
+        if elbo < other - 2 * error:
+            yield (
+                f"{name} was trained for the symmetrised ELBO, but its own, {elbo:,.1f}, "
+                f"is below that of mean-field symmetrised afterwards, {other:,.1f} "
+                f"(standard error of the difference {error:.1f}): it hasn't converged, "
+                "so give it more steps."
+            )
 
 
 @torch.no_grad()
@@ -269,6 +325,70 @@ def _scores(
     ).to_dict()
 
 
+def _replicates(
+    prediction: Prediction, problem: Problem, y: Tensor, outside: Tensor | None
+) -> list[dict[str, float]]:
+    """Return the numbers of scores without each of :data:`GROUPS` groups of rows."""
+    groups = groups_of(len(y)).to(y.device)
+    beyond = None if outside is None else groups_of(outside.shape[1]).to(y.device)
+    found = []
+    for group in range(GROUPS):
+        rows = groups != group
+        if isinstance(prediction, tuple):
+            members: Prediction = (prediction[0][:, rows], prediction[1])
+        else:
+            members = prediction[:, rows]
+        other = None if outside is None else outside[:, beyond != group]
+        found.append(_numbers(_scores(members, problem, y[rows], other)))
+    return found
+
+
+def groups_of(count: int) -> Tensor:
+    """Assign rows, which may be ordered by class, to groups: the same at each call."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randperm(count, generator=generator, device="cpu") % GROUPS
+
+
+def _numbers(scores: Json, prefix: str = "") -> dict[str, float]:
+    """Return the single numbers among scores, by path."""
+    numbers = dict[str, float]()
+    for name, value in scores.items():
+        if isinstance(value, dict):
+            numbers |= _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, float):
+            numbers[prefix + name] = value
+    return numbers
+
+
+def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
+    """Return the differences of the scores from the reference's, and the standard
+    errors, by path, of scores and of these differences, which share their rows.
+    """
+    scores = _numbers(draws.scores)
+    errors = {}
+    for name in scores:
+        errors[f"prediction/{name}"] = _jackknife([r[name] for r in draws.replicates])
+    if reference is None:
+        return {"paired": {}, "errors": errors}
+    paired = {}
+    theirs = _numbers(reference.scores)
+    for name in filter(theirs.__contains__, scores):  # a network alone has fewer
+        paired[name] = scores[name] - theirs[name]
+        pairs = zip(draws.replicates, reference.replicates, strict=True)
+        differences = [first[name] - second[name] for first, second in pairs]
+        errors[f"paired/{name}"] = _jackknife(differences)
+    for name in ("nll", "log_predictive_density"):
+        if name in paired:
+            errors["distance/prediction/nll_gap"] = errors[f"paired/{name}"]
+    return {"paired": paired, "errors": errors}
+
+
+def _jackknife(replicates: Sequence[float]) -> float:
+    """Return the standard error of a number by the delete-a-group jackknife."""
+    values = torch.tensor(replicates, dtype=torch.float64)
+    return float(values.std(correction=0)) * (len(values) - 1) ** 0.5
+
+
 def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
     """Test permutation invariance on as many draws as count as independent."""
     keep = evenly_spaced(draws.count, independent)
@@ -292,12 +412,15 @@ def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
     followed = chain_statistics(
         predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
     ).summary()
-    sites = [chain_statistics(value).summary() for value in posterior.samples.values()]
+    spaces = diagnose(posterior, problem.symmetry).statistics
+    sites = [numbers.summary() for numbers in spaces["weights"].values()]
+    aligned = spaces.get("modulo symmetry", spaces["weights"]).values()
     mean = map_values(lambda value: float(value.double().mean()), posterior.statistics)
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,
         "r_hat_weights": max(site["r_hat"] for site in sites),
+        "r_hat_modulo": max(numbers.summary()["r_hat"] for numbers in aligned),
         "ess_weights": min(site["ess_bulk"] for site in sites),
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],

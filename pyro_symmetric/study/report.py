@@ -1,4 +1,5 @@
-"""The report of a study: one HTML file with its tables and figures inside.
+"""The report of a study: one HTML file with its tables and figures inside; beside it,
+figures as SVG and PDF, and tables as CSV.
 
 ``tables.toml`` lists the tables: their columns, which numbers these hold, and what each
 means.
@@ -7,11 +8,14 @@ means.
 from __future__ import annotations
 
 import base64
+import csv
 import io
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -34,6 +38,7 @@ Row = Mapping[str, Any]
 Array = NDArray[np.floating[Any]]
 
 FEWEST_ROWS = 5  # test rows of a bin of confidence, for its accuracy to mean anything
+FIGURES, CSV = "figures", "tables"  # folders beside the page
 MISSING = "–"  # in place of a number
 BEST = {"max": max, "min": min}
 TABLES = tomllib.loads(
@@ -42,6 +47,7 @@ TABLES = tomllib.loads(
 
 BLUE, YELLOW, RED = ("#4269d0", "#efb118", "#ff725c")
 GREY = "#999da6"
+COLOURS = (BLUE, YELLOW, GREY)
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 9,
@@ -65,6 +71,17 @@ def write_report(study: Study) -> None:
         undefined=jinja2.StrictUndefined,
     )
     rows, settings = study.results["methods"], study.problem.settings
+    for folder in (FIGURES, CSV):
+        (study.out / folder).mkdir(exist_ok=True)
+    shown = []
+    for heading, caption, figure in figures(study):
+        name = re.sub(r"\W+", "-", heading.lower())
+        _save(figure, study.out / FIGURES / name)
+        caption += f" Files: {FIGURES}/{name}.svg and .pdf."
+        shown.append((heading, caption, _as_image(figure)))
+    filled = tables(rows, study.problem.is_classification)
+    for entries in filled:
+        _save_csv(entries, rows, study.out / CSV)
     text = environment.get_template("report.html").render(
         title="Approximate posteriors of a neural network on "
         f"{study.problem.dataset.name}",
@@ -77,16 +94,13 @@ def write_report(study: Study) -> None:
             (name, make_method(name, settings.quick).description)
             for name in settings.methods
         ],
-        tables=tables(rows, study.problem.is_classification),
+        tables=filled,
         verdicts={
             name: row["invariance"]["verdict"]
             for name, row in rows.items()
             if row["invariance"]
         },
-        figures=[
-            (heading, caption, _as_image(figure))
-            for heading, caption, figure in figures(study)
-        ],
+        figures=shown,
         settings=study.results["settings"],
         environment=study.results["environment"],
     )
@@ -123,13 +137,32 @@ def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
         top = BEST[best](compared) if best and len(compared) > 1 else None
         for method, value in values.items():
             is_best = method in rivals and top is not None and value == top
-            rows.setdefault(method, []).append((_text(value, form), is_best))
+            text = _text(value, form)
+            if error := methods[method].get("errors", {}).get(path):
+                text += f" ± {error:{form.removeprefix('+')}}"
+            rows.setdefault(method, []).append((text, is_best))
     shown = {
         method: cells
         for method, cells in rows.items()
         if any(text != MISSING for text, _ in cells)
     }
     return {**entries, "rows": shown}
+
+
+def _save_csv(entries: Row, methods: Mapping[str, Row], folder: Path) -> None:
+    """Write the numbers of a table and their standard errors."""
+    name = re.sub(r"\W+", "-", entries["title"].lower())
+    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        titles = [column[0] for column in entries["columns"]]
+        heads = [head for title in titles for head in (title, f"{title}, error")]
+        writer.writerow(["method", *heads])
+        for method in entries["rows"]:
+            row = methods[method]
+            cells = []
+            for _, path, *_ in entries["columns"]:
+                cells += [value_at(row, path), row.get("errors", {}).get(path)]
+            writer.writerow([method, *cells])
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
@@ -230,7 +263,11 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     caption = "First two principal components of the weights of all methods; the reference in grey."
     for title, weights in frames.items():
         shown.append(
-            (f"All draws, {title}", caption, projections(_project(weights), reference))
+            (
+                f"All draws, {title}",
+                caption,
+                projections(_project(weights), reference),
+            )
         )
     if study.problem.is_classification:
         caption = f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} rows. Above the diagonal "
@@ -262,7 +299,14 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     return shown
 
 
-def _project(draws: Mapping[str, Weights]) -> dict[str, Array]:
+class Projected(NamedTuple):
+    """Points ``(draws, 2)`` of each method, and the components' shares of variance."""
+
+    points: dict[str, Array]
+    shares: Array
+
+
+def _project(draws: Mapping[str, Weights]) -> Projected:
     """Project all draws on their first two principal components."""
     from sklearn.decomposition import PCA
 
@@ -276,7 +320,8 @@ def _project(draws: Mapping[str, Weights]) -> dict[str, Array]:
         2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0
     )
     pca.fit(torch.cat([points[:fewest] for points in flat.values()]).numpy())
-    return {name: pca.transform(points.numpy()) for name, points in flat.items()}
+    points = {name: pca.transform(values.numpy()) for name, values in flat.items()}
+    return Projected(points, pca.explained_variance_ratio_)
 
 
 def _as_image(figure: Figure) -> str:
@@ -285,21 +330,25 @@ def _as_image(figure: Figure) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-@styled
+def _save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG and PDF."""
+    for kind in ("svg", "pdf"):
+        figure.savefig(path.with_suffix(f".{kind}"))
+
+
 def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Plot method -> label -> losses, a panel per method; the first tenth, which is too
     high, is left out.
     """
-    figure, panels = _panels(list(curves), 3.6, 2.4)
-    for name, ax in panels.items():
-        for label, values in curves[name].items():
-            first = len(values) // 10
-            ax.plot(range(first, len(values)), values[first:], lw=0.8, color=BLUE)
-            ax.set(title=name, xlabel="step", ylabel=label)
-    return figure
+    panels = {}
+    for name, by_label in curves.items():
+        panels[name] = {
+            label: (range(len(values) // 10, len(values)), values[len(values) // 10 :])
+            for label, values in by_label.items()
+        }
+    return line_panels(panels, xlabel="step", marker="")
 
 
-@styled
 def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
     """Plot reliability curves of method -> scores beside the diagonal, a panel per
     method, each with the reference's.
@@ -307,60 +356,67 @@ def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
     A classifier's curve is accuracy against confidence, a regression's coverage of
     intervals against their level.
     """
-    xlabel, ylabel, curves = "confidence", "accuracy", {}
+    curves: dict[str, Any] = {}
     for name, row in scores.items():
         if "coverage" in row:
-            xlabel, ylabel = "level of the interval", "share of targets inside"
-            curves[name] = (
-                [float(level) for level in row["coverage"]],
-                list(row["coverage"].values()),
-            )
+            labels = {"xlabel": "level of the interval", "ylabel": "share inside"}
+            levels = [float(level) for level in row["coverage"]]
+            curves[name] = (levels, list(row["coverage"].values()))
         else:
+            labels = {"xlabel": "confidence", "ylabel": "accuracy"}
             bins = row["calibration"]
-            filled = [
-                i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS
-            ]
-            curves[name] = (
-                [bins["confidence"][i] for i in filled],
-                [bins["accuracy"][i] for i in filled],
-            )
-    figure, panels = _panels(_others(curves, reference), 2.7, 2.7)
-    for name, ax in panels.items():
-        ax.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
+            filled = np.array(bins["count"]) >= FEWEST_ROWS
+            both = (bins["confidence"], bins["accuracy"])
+            curves[name] = [np.array(values)[filled] for values in both]
+    panels = {}
+    for name in _others(curves, reference):
+        panels[name] = {"the method": curves[name]}
         if reference in curves:
-            ax.plot(
-                *curves[reference], color=GREY, marker="o", ms=2, lw=1, label=reference
-            )
-        ax.plot(*curves[name], marker="o", ms=3, lw=1.3, color=BLUE, label="the method")
-        ax.set(title=name, xlabel=xlabel, ylabel=ylabel, xlim=(0, 1), ylim=(0, 1))
-    return _with_legend(figure, next(iter(panels.values())))
+            panels[name][reference] = curves[reference]
+        panels[name]["calibrated"] = ((0, 1), (0, 1))
+    return line_panels(panels, **labels, xlim=(0, 1), ylim=(0, 1))
 
 
-@styled
 def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Plot the loss along paths, name -> barrier curve as JSON, a panel per data
     set.
     """
-    figure, panels = _panels(list(next(iter(curves.values()))["losses"]), 4.2, 3.2)
-    for name, ax in panels.items():
-        for (path, curve), colour in zip(curves.items(), (BLUE, YELLOW), strict=True):
-            ax.plot(
-                curve["t"], curve["losses"][name], marker=".", color=colour, label=path
-            )
-        ax.set(
-            title=f"{name} data",
-            xlabel="position on the path t",
-            ylabel="marginalised loss (nats per row)",
-        )
-    return _with_legend(figure, next(iter(panels.values())))
+    panels: dict[str, dict[str, Any]] = {}
+    for path, curve in curves.items():
+        for name, losses in curve["losses"].items():
+            panels.setdefault(f"{name} data", {})[path] = (curve["t"], losses)
+    ylabel = "marginalised loss (nats per row)"
+    return line_panels(panels, xlabel="position on the path t", ylabel=ylabel)
 
 
 @styled
-def projections(points: Mapping[str, Array], reference: str) -> Figure:
-    """Scatter points ``(draws, 2)`` of each method in a panel of its own, those of the
-    reference in grey.
+def line_panels(
+    panels: Mapping[str, Mapping[str, Any]], marker: str = ".", **options: Any
+) -> Figure:
+    """Plot title -> label -> x and y, a panel for each title.
+
+    :param options: of all axes: labels and limits.
     """
-    figure, panels = _panels(_others(points, reference), 2.1, 2.2)
+    figure, axes = _panels(list(panels), 3.6, 2.7)
+    for title, ax in axes.items():
+        for (label, (x, y)), colour in zip(
+            panels[title].items(), COLOURS, strict=False
+        ):
+            ax.plot(x, y, label=label, marker=marker, color=colour, lw=1)
+        # a single curve is what its axis holds
+        ax.set(title=title, **{"ylabel": label, **options})
+    if len(panels[title]) == 1:
+        return figure
+    return _with_legend(figure, ax)
+
+
+@styled
+def projections(projected: Projected, reference: str) -> Figure:
+    """Scatter the points of each method in a panel of its own, those of the reference
+    in grey.
+    """
+    points, shares = projected
+    figure, panels = _panels(_others(points, reference), 3.6, 2.9)
     # A few stray draws must not shrink all others to a dot.
     low, high = np.quantile(
         np.concatenate(list(points.values())), (0.005, 0.995), axis=0
@@ -376,7 +432,11 @@ def projections(points: Mapping[str, Array], reference: str) -> Figure:
             ax.scatter(x, y, s=7, alpha=0.6, color=GREY, lw=0, label=reference)
         x, y = points[method].T
         ax.scatter(x, y, s=7, alpha=0.5, color=BLUE, lw=0, label="the method")
-        ax.set(title=method, xticks=[], yticks=[], **limits)
+        labels = {
+            f"{axis}label": f"component {k} ({share:.0%} of variance)"
+            for axis, k, share in zip("xy", (1, 2), shares, strict=True)
+        }
+        ax.set(title=method, **labels, **limits)
     return _with_legend(figure, next(iter(panels.values())))
 
 

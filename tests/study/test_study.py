@@ -2,6 +2,8 @@
 refuses.
 """
 
+import copy
+import csv
 import functools
 import json
 import re
@@ -27,10 +29,13 @@ from pyro_symmetric.study import (
     run_study,
 )
 from pyro_symmetric.study.measure import (
+    GROUPS,
     OWN_HALF,
     between,
     concerns,
     draws_of,
+    groups_of,
+    judge_together,
     reference_of,
 )
 from pyro_symmetric.study.problem import build_problem, settle_statistics
@@ -54,6 +59,7 @@ def quick_studies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, budget in TINY.items():
         monkeypatch.setitem(METHODS, name, replace(METHODS[name], quick=budget))
     monkeypatch.setattr(report, "_as_image", lambda figure: "")
+    monkeypatch.setattr(report, "_save", lambda figure, path: None)
 
 
 def settings(**changes: Any) -> StudySettings:
@@ -174,6 +180,100 @@ def test_the_report_stands_alone(finished: Any) -> None:
         "pyro-symmetric compare --max-train 200 ",
     ):
         assert line in html
+
+
+def test_figures_and_tables_lie_beside_the_page(finished: Any) -> None:
+    figures = sorted(path.name for path in (finished.out / "figures").iterdir())
+    assert {Path(name).suffix for name in figures} == {".svg", ".pdf"}
+    assert len(figures) == 2 * len(re.findall("<img", finished.report.read_text()))
+    pca = (finished.out / "figures" / "all-draws-as-drawn.svg").read_text()
+    assert re.search(r"component 1 \(\d+% of variance\)", pca)
+    with open(finished.out / "tables" / "predictions.csv", newline="") as file:
+        head, *rows = list(csv.reader(file))
+    assert [row[0] for row in rows] == LABELS
+    nll = head.index("NLL")
+    for row in rows:
+        scored = finished.results["methods"][row[0]]
+        assert float(row[nll]) == scored["prediction"]["nll"]
+        assert float(row[nll + 1]) == scored["errors"]["prediction/nll"]
+    assert "± " in finished.report.read_text()
+
+
+def test_scores_have_standard_errors_paired_with_the_reference(finished: Any) -> None:
+    """Left-out groups of equal size give the deviation of groups' means, exactly."""
+    problem = finished.problem
+    labels = problem.dataset.test_y
+
+    def of_rows(name: str) -> torch.Tensor:
+        probabilities = finished.draws[name].predictive.double().mean(0)
+        return -probabilities[range(len(labels)), labels].log()
+
+    def error(values: torch.Tensor) -> float:
+        groups = [values[groups_of(len(values)) == k] for k in range(GROUPS)]
+        left_out = torch.stack(
+            [torch.cat(groups[:k] + groups[k + 1 :]).mean() for k in range(GROUPS)]
+        )
+        variance = (left_out - left_out.mean()).square().sum() * (GROUPS - 1) / GROUPS
+        return float(variance.sqrt())
+
+    row = finished.results["methods"]["mean-field"]
+    difference = of_rows("mean-field") - of_rows("hmc")
+    assert row["errors"]["prediction/nll"] == pytest.approx(
+        error(of_rows("mean-field")), rel=1e-4
+    )
+    assert row["paired"]["nll"] == pytest.approx(float(difference.mean()), rel=1e-4)
+    assert row["errors"]["paired/nll"] == pytest.approx(error(difference), rel=1e-4)
+    plain = of_rows("mean-field")
+    usual = float(plain.std() / len(plain) ** 0.5)
+    assert row["errors"]["prediction/nll"] == pytest.approx(usual, rel=0.5)
+
+
+def test_the_level_holds_over_the_tests_of_all_methods() -> None:
+    """Nine methods whose draws are invariant: the smallest of their p-values, 0.0076, is
+    no evidence; alone it would be."""
+    verdict = "not invariant at level 0.05 (p-value 0.0076, 9 draws): 1 of 2 sets"
+    rows = [
+        {
+            "invariance": {
+                "p_value": p,
+                "level": 0.05,
+                "num_draws": 9,
+                "verdict": verdict,
+            }
+        }
+        for p in (0.0076, *(0.1 * k for k in range(2, 10)))
+    ]
+    alone = copy.deepcopy(rows[:1])
+    judge_together([*rows, {"invariance": None}])
+    assert rows[0]["invariance"]["adjusted"] == pytest.approx(9 * 0.0076)
+    assert not any(row["invariance"]["rejected"] for row in rows)
+    said = rows[0]["invariance"]["verdict"]
+    assert said.startswith("no evidence against invariance at level 0.05 over all 9")
+    judge_together(alone)
+    assert alone[0]["invariance"]["rejected"]
+    assert alone[0]["invariance"]["verdict"].endswith(": 1 of 2 sets")
+
+
+def test_numbers_that_contradict_what_was_trained_for_are_told() -> None:
+    def bound(elbo: float) -> dict[str, Any]:
+        return {"evidence": {"symmetrized_elbo": elbo, "symmetrized_error": 1.4}}
+
+    rows = {"mean-field": bound(-706.6), "symmetrized": bound(-711.0), "hmc": {}}
+    (sentence,) = concerns(rows, "hmc")
+    assert "-711.0, is below" in sentence
+    assert "give it more steps" in sentence
+    assert concerns({**rows, "symmetrized": bound(-709.0)}, "hmc") == []
+    assert concerns({"symmetrized": bound(-711.0)}, "hmc") == []
+
+
+def test_chains_have_r_hats_modulo_symmetry_beside_raw_ones(finished: Any) -> None:
+    for label in ("sghmc", "hmc"):
+        row = finished.results["methods"][label]["chains"]
+        posterior = finished.fits[label].posterior
+        spaces = ps.diagnose(posterior, finished.problem.symmetry).statistics
+        sites = spaces["modulo symmetry"].values()
+        worst = max(float(numbers.r_hat.max()) for numbers in sites)
+        assert row["r_hat_modulo"] == pytest.approx(worst)
 
 
 def test_canonical_draws_compute_the_same_function(finished: Any) -> None:
