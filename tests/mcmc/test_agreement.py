@@ -161,7 +161,11 @@ def test_every_window_is_one_of_the_longest_warm_up():
 
 @pytest.mark.parametrize(
     "kernel",
-    [HMC(normal), NUTS(normal, max_tree_depth=3), AdaptiveHMC(normal, max_steps=16)],
+    [
+        HMC(normal, num_steps=4),
+        NUTS(normal, max_tree_depth=2),
+        AdaptiveHMC(normal, max_steps=8),
+    ],
 )
 def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kernel):
     found = sample(kernel, seed=0, **RUN)
@@ -200,9 +204,8 @@ def test_chains_whose_energies_differ_end_at_the_cap_and_say_so():
         )
 
 
-@pytest.mark.parametrize(
-    ("count", "most"), [(2, 300), pytest.param(5, 300, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "most"), [(2, 300), (5, 300)])
 def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(
     count, most
 ):
