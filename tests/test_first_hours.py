@@ -75,6 +75,17 @@ def test_data_that_a_block_hides_are_told() -> None:
     torch.testing.assert_close(-density.energy(locs)[0], prior)
 
 
+@pytest.mark.parametrize("exposed", [["locs"], ["locs", "z"]])
+def test_symmetries_of_a_part_that_hides_data_are_not_taken_for_the_models(
+    exposed: list[str],
+) -> None:
+    part = poutine.block(config_enumerate(mixture), expose=exposed)
+    with pytest.raises(ValueError, match=r"hides its observed sites \['x'\]"):
+        ps.find_symmetry(part, DATA)
+    with pytest.raises(ValueError, match="symmetry="):
+        ps.AutoSymmetrized(part).setup(DATA)
+
+
 def test_networks_and_their_state_dicts_are_acted_on_alike() -> None:
     symmetry = ps.find_symmetry(NET, X)
     element = symmetry.sample()

@@ -26,6 +26,7 @@ from pyro.distributions.torch_distribution import (
 )
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent, Multinomial, biject_to, constraints
@@ -377,10 +378,13 @@ def hidden_sites(run: Callable[[], Any], observed: bool = False) -> list[str]:
     """
     names = []
     process = BlockMessenger._process_message
+    around = {id(handler) for handler in _PYRO_STACK}  # the caller's, not the model's
 
     def note(self: BlockMessenger, msg: Any) -> None:
         process(self, msg)
-        if not msg["stop"] or msg["type"] != "sample" or site_is_subsample(msg):
+        if not msg["stop"] or id(self) in around:
+            return
+        if msg["type"] != "sample" or site_is_subsample(msg):
             return
         if msg["is_observed"] == observed and not is_deterministic(msg):
             names.append(msg["name"])

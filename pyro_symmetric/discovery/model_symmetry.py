@@ -26,6 +26,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_symmetric.arguments import Keywords, Model, Names
+from pyro_symmetric.density.site_checks import hidden_sites
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
 from pyro_symmetric.discovery.model_group import Built, built_group
@@ -97,8 +98,15 @@ def find_model_symmetry(
     unchanged; see :func:`~pyro_symmetric.find_symmetry`.
 
     :raises InconclusiveError: if the density isn't a function of the sites.
+    :raises ValueError: if ``poutine.block`` hides data.
     """
     kwargs = dict(kwargs or {})
+    if hidden := hidden_sites(lambda: model(*args, **kwargs), observed=True):
+        raise ValueError(
+            f"the model hides its observed sites {hidden} by poutine.block, so that "
+            "these would be symmetries of its prior; find those of the model without "
+            "the block, and pass them as symmetry="
+        )
     density = ModelDensity(model, args, kwargs)
     sites = density.shapes.keys()
     movable = set(sites) if only is None else named("only", only, sites)

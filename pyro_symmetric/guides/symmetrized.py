@@ -103,8 +103,8 @@ class AutoSymmetrized(WeightsGuide):
     the base's, moved by a uniform element of the group: they visit all copies of a
     mode, and predict as the base's. ``guide.plain``, ``sample_posterior(orbit=False)``,
     ``median`` and ``quantiles`` give one copy. The model must be invariant under the
-    group: set-up checks it at draws from the prior. Steps of Pyro's SVI spare the
-    moves, which change no loss then.
+    group: set-up checks it at draws from the prior. Where that could be checked, steps of
+    Pyro's SVI spare the moves, which change no loss then.
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate). Discrete sites are no part of the guide: ``TraceEnum_ELBO`` sums them
@@ -153,6 +153,7 @@ class AutoSymmetrized(WeightsGuide):
         self.is_fresh = not isinstance(base, AutoGuide)
         self.estimator: Any = estimator  # if None, chosen at set-up
         self._action: Action | None = None
+        self._is_verified = False
 
     @property
     def plain(self) -> AutoContinuous:
@@ -235,14 +236,15 @@ class AutoSymmetrized(WeightsGuide):
             ) from error
         self.estimator = self.estimator or usual_estimator(posterior, self._action)
         if self.finds_symmetry or not self.group.units:
+            self._is_verified = True
             return
         with suppress(InconclusiveError, NotImplementedError):
-            if not (
-                verdict := verify_model(
-                    self.group, functools.partial(self._raw_model[0], *args, **kwargs)
-                )
-            ):
+            verdict = verify_model(
+                self.group, functools.partial(self._raw_model[0], *args, **kwargs)
+            )
+            if not verdict:
                 raise ValueError(str(verdict))
+            self._is_verified = True
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
         """Return the symmetrised distribution over flat unconstrained vectors, of base
@@ -252,7 +254,7 @@ class AutoSymmetrized(WeightsGuide):
             layout_of(self)  # raises: set the guide up first
         base = self.base.get_posterior(*args, **kwargs)
         posterior = Symmetrized(base, self._action, self.estimator)  # type: ignore[arg-type]
-        posterior.moves_draws = not _collects_parameters()
+        posterior.moves_draws = not (self._is_verified and _collects_parameters())
         return posterior
 
     def sample_posterior(

@@ -191,3 +191,19 @@ def test_steps_of_svi_spare_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not moved
     svi.evaluate_loss(DATA)
     assert moved
+
+
+def test_steps_move_draws_where_the_symmetry_could_not_be_checked() -> None:
+    """A model with dropout has no density that could be compared; one that isn't
+    invariant would have a loss below that of the draws."""
+
+    def model(data: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.arange(2.0), 1.0).to_event(1))
+        noise = torch.nn.functional.dropout(torch.ones(2))
+        pyro.factor("noise", 0 * (w * noise).sum() + noise.sum())
+
+    group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
+    guide = ps.AutoSymmetrized(model, group)
+    guide.setup(DATA)
+    with pyro.poutine.trace(param_only=True):
+        assert guide.get_posterior().moves_draws
