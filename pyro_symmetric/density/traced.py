@@ -242,11 +242,11 @@ class TracedTarget(Traced):
         }
         if not self.sites:
             names = [site["name"] for site in latent]
-            reason = (
-                f"discrete latent sites only, {names}, which are summed out"
-                if names
-                else "no latent site"
-            )
+            reason = "no latent site"
+            if names:
+                reason = f"discrete latent sites only, {names}, which are summed out"
+            elif hidden := hidden_sites(self._prior_run):
+                reason += f" but {hidden}, which poutine.block hides"
             hint = (
                 "; make a model of a network by BayesianModel(net)"
                 if isinstance(model, nn.Module)

@@ -113,7 +113,7 @@ def _shapes_of(draws: Any) -> dict[str, torch.Size]:
 
 def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
     """Return a found symmetry, unless it moves sites that the draws lack."""
-    lines = [*found.remarks]
+    lines = [*found.remarks, *found.notes]
     group = found.group
     shapes = posterior.site_shapes
     missing = sorted(s for s in group.required_sites if s not in shapes)

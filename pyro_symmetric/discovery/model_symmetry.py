@@ -124,8 +124,9 @@ def find_model_symmetry(
         repaired.group,
         explanation,
         at_least=bool(remarks),
-        remarks=(*remarks, *moves.notes),
+        remarks=tuple(remarks),
         rotating=_rotating(repaired.group, density),
+        notes=tuple(moves.notes),
     )
 
 

@@ -103,7 +103,9 @@ class Symmetry:
     :param at_least: whether the network may have more symmetries: a module with
         parameters is called more than once, nothing that was tried switches some units
         on, or it has no derivatives.
-    :param remarks: what else there is to say.
+    :param remarks: what holds but isn't in the group, in words: the symmetry of a model
+        then says at least.
+    :param notes: what else there is to say.
     :param rotating: the names of units that may also be mixed by orthogonal maps, which
         :meth:`with_rotations` lets them.
     :param seen_in_eval: moves, with the names of their units, that change outputs in
@@ -117,6 +119,7 @@ class Symmetry:
     remarks: Names = ()
     rotating: Names = ()
     seen_in_eval: tuple[tuple[Move, str], ...] = ()
+    notes: Names = ()
 
     def __repr__(self) -> str:
         units = self.group.units
@@ -153,7 +156,7 @@ class Symmetry:
 
     def _remarks(self) -> list[str]:
         permuted = self.group.names("permute")
-        remarks = [*self.remarks]
+        remarks = [*self.remarks, *self.notes]
         if turning := ", ".join(name for name in self.rotating if name in permuted):
             remarks.append(
                 f"{turning}: all orthogonal maps of the units hold as well; "
@@ -481,6 +484,7 @@ class Symmetry:
             "remarks": [*self.remarks],
             "rotating": [*self.rotating],
             "seen_in_eval": [*self.seen_in_eval],
+            "notes": [*self.notes],
         }
 
     @classmethod
@@ -499,6 +503,7 @@ class Symmetry:
             tuple(data["remarks"]),
             tuple(data.get("rotating", ())),
             tuple((move, name) for move, name in data.get("seen_in_eval", ())),
+            tuple(data.get("notes", ())),
         )
 
 

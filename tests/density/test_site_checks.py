@@ -376,6 +376,15 @@ def test_sites_that_poutine_block_hides_are_named(hidden):
         Density(linear(hidden))
 
 
+def test_a_hidden_site_that_is_the_only_one_is_named():
+    def model() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=Y[0])
+
+    with pytest.raises(ValueError, match=r"no latent site but \['z'\], which poutine"):
+        Density(poutine.block(model, hide=["z"]))
+
+
 def test_hidden_sites_without_effect_on_the_density_may_stay():
     def model() -> None:
         a = pyro.sample("a", dist.Normal(0.0, 1.0))

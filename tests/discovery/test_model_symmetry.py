@@ -363,3 +363,26 @@ def test_a_model_that_branches_on_values_is_run_point_by_point():
         pyro.sample("x", dist.Normal(locs.sum(), spread), obs=x)
 
     assert ps.find_symmetry(model, torch.tensor(0.5)).permutations.order() == 2
+
+
+class WithoutSampler(dist.Normal):
+    """A normal that can't be sampled, as many distributions that users write."""
+
+    has_rsample = False
+
+    def sample(self, *shape: torch.Size) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_note_that_no_data_are_simulated_is_none_that_moves_are_missing():
+    def model(x: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", WithoutSampler(w.sum(), 1.0), obs=x)
+
+    symmetry = ps.find_symmetry(model, torch.tensor(0.3))
+    assert symmetry.permutations.order() == 6
+    assert "can't simulate data" in " ".join(symmetry.notes)
+    assert not symmetry.at_least
+    assert symmetry.remarks == ()
+    assert ps.Symmetry.from_dict(symmetry.to_dict()).notes == symmetry.notes
+    assert symmetry.notes[0] in str(symmetry)
