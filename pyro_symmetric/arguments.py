@@ -23,6 +23,8 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 Names = tuple[str, ...]
+Shape = tuple[int, ...]
+Args = tuple[Any, ...]  # a function's positional arguments
 Json = dict[str, Any]  # what JSON can hold
 Device = torch.device | str | None  # PyTorch's default for None
 Model = Callable[..., Any]  # a Pyro model

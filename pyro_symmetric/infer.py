@@ -32,7 +32,7 @@ from torch.distributions import biject_to
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Keywords, Model
+from pyro_symmetric.arguments import Args, Keywords, Model
 from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
@@ -192,9 +192,7 @@ class MCMC:
         return replace(self.posterior, samples=samples)
 
 
-def _bijections(
-    model: Model, args: tuple[Any, ...], kwargs: Keywords
-) -> dict[str, Any]:
+def _bijections(model: Model, args: Args, kwargs: Keywords) -> dict[str, Any]:
     """Return the bijections from unconstrained values to a model's sites."""
     with torch.no_grad(), forked():
         trace = poutine.trace(model).get_trace(*args, **kwargs)

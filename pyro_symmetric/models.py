@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock, running_pyro, without_fast_attention
-from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.arguments import Args, Keywords
 from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.weights import (
     Shapes,
@@ -628,7 +628,7 @@ def over_weights(
 def call_with_weights(
     net: nn.Module,
     weights: Tensors,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Keywords | None = None,
 ) -> Any:
     """Call a network with these weights in place of its own, also under

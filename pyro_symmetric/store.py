@@ -53,7 +53,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pyro_symmetric.arguments import Json
+from pyro_symmetric.arguments import Json, Shape
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
@@ -555,7 +555,7 @@ class Array:
     group: str
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     crc: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:

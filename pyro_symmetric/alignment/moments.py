@@ -53,7 +53,7 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Shape, described
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
@@ -532,7 +532,7 @@ class Members(NamedTuple):
 
     moments: dict[str, GaussianWeights]
     device: torch.device
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def members_of(sources: Any, group: Group) -> Members:

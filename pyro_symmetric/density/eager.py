@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric._process import LOCK, forked, running_pyro
-from pyro_symmetric.arguments import described, described_call
+from pyro_symmetric.arguments import Args, described, described_call
 from pyro_symmetric.density.site_checks import require_possible_targets
 from pyro_symmetric.density.traced import TracedTarget, explaining, placed
 from pyro_symmetric.models import (
@@ -222,7 +222,7 @@ class NetworkTarget:
     def __init__(
         self,
         model: BayesianModel,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: dict[str, Any],
         batch_size: int | None,
     ):

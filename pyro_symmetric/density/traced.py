@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.arguments import (
+    Args,
     Device,
     Keywords,
     Model,
@@ -82,7 +83,7 @@ class Traced:
         vmapped.
     """
 
-    def __init__(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, model: Model, args: Args, kwargs: dict[str, Any]):
         require_call(model, args, kwargs)
         self.model = seen_through(model)
         self.args = args
@@ -225,7 +226,7 @@ class TracedTarget(Traced):
     def __init__(
         self,
         model: Model,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: dict[str, Any],
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -629,13 +630,13 @@ class Placed(NamedTuple):
     """A model and its arguments."""
 
     model: Any
-    args: tuple[Any, ...]
+    args: Args
     kwargs: dict[str, Any]
 
 
 def placed(
     model: Any,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: dict[str, Any],
     device: Device,
     dtype: torch.dtype | None,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.arguments import Keywords, Shape
 
 Array = np.ndarray
 _U = np.uint64
@@ -82,7 +82,7 @@ class Value:
     :param mask: whether the entries are booleans.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Part, ...] = ()
     fixed: frozenset[int] = frozenset()
     constant: torch.Tensor | None = None
@@ -184,7 +184,7 @@ class Call:
         return operator_name(self.target)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the first result."""
         return self.shapes[0]
 

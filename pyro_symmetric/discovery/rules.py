@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from pyro_symmetric.arguments import Shape
 from pyro_symmetric.discovery.flow import CONSTANT_LIMIT, Flow
 from pyro_symmetric.discovery.registry import (
     Array,
@@ -573,7 +574,7 @@ def _per_unit(flow: Flow, value: Value, gates: int) -> Value:
     )
 
 
-def _stacked(flow: Flow, finals: list[Value], shape: tuple[int, ...]) -> Value:
+def _stacked(flow: Flow, finals: list[Value], shape: Shape) -> Value:
     """Stack the final states of all layers and directions, each with its own units."""
     parts = [final.part_on(2) for final in finals]
     if any(part is None or part.axes != (2,) for part in parts):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Device, as_tensor
+from pyro_symmetric.arguments import Device, Shape, as_tensor
 from pyro_symmetric.groups.moves import MOVES, Move, Rotate
 from pyro_symmetric.posterior import tables
 from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights
@@ -205,7 +205,7 @@ class Units:
         return remaining
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of one element's numbers, one for each unit: ``(size,)``, or
         ``(copies, size)``.
         """

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints, kl_divergence, register_kl
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Keywords, Model, as_tensor
+from pyro_symmetric.arguments import Args, Keywords, Model, as_tensor
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -141,7 +141,7 @@ class _ActionOf:
         else:
             self.model = origin
 
-    def at(self, args: tuple[Any, ...], kwargs: Keywords) -> Action:
+    def at(self, args: Args, kwargs: Keywords) -> Action:
         """Return the action; ``args`` and ``kwargs`` are those of the first call."""
         if self.action is None:
             assert self.model is not None
@@ -176,7 +176,7 @@ def _run(
     guide: Guide,
     action_of: _ActionOf,
     estimator: OrbitEstimator | None,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a guide once, with the density of its moved sites replaced."""
@@ -301,10 +301,7 @@ class _Joint:
         values = {name: self.before(name, held) for name, held in values.items()}
         extracted: Any = extract_provenance(values)
         values, provenance = extracted
-        inner = self._inner()
-        flat = [self._flattened(name, values[name], inner) for name in self.shapes]
-        outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat))
-        w = torch.cat([part.expand(*outer, -1) for part in flat], -1)
+        w = torch.cat([*self.vectors(values).values()], -1)
         base = _joint(pick(self.laws, self.shapes), self.shapes)
         estimator = self.estimator or usual_estimator(base, self.action)
         if not self.action.group.moves or self.drawn.keys() == self.shapes.keys():
@@ -312,25 +309,34 @@ class _Joint:
         else:  # values that are replayed may be any
             log_q_bar = estimator.log_prob_elsewhere(base, self.action, w)
         ratio = log_q_bar - base.log_prob(w)
-        if outer:
-            ratio = ratio.reshape(*outer, *[1] * inner)
+        if w.dim() > 1:
+            ratio = ratio.reshape(*w.shape[:-1], *[1] * self.inner)
         return track_provenance(ratio, provenance)
 
-    def _inner(self) -> int:
-        """Return the number of axes that plates inside the guide take."""
+    def vectors(self, values: Weights) -> Weights:
+        """Return the values of all sites as vectors, ``particles + (numbers,)``."""
+        flat = {name: self._flattened(name, values[name]) for name in self.shapes}
+        outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat.values()))
+        return map_values(lambda part: part.expand(*outer, -1), flat)
+
+    @functools.cached_property
+    def inner(self) -> int:
+        """The number of axes that plates inside the guide take."""
         counts = [
             len(shape) - self.laws[site].event_dim
             for site, shape in self.shapes.items()
         ]
         return max(counts)
 
-    def _flattened(self, site: str, value: Tensor, inner: int) -> Tensor:
-        """Return the value of a site as vectors, ``particles + (numbers,)``."""
+    def absent(self, site: str) -> int:
+        """Return the number of plates inside the guide that a site doesn't lie in."""
+        return self.inner - (len(self.shapes[site]) - self.laws[site].event_dim)
+
+    def _flattened(self, site: str, value: Tensor) -> Tensor:
         shape = self.shapes[site]
         lead = value.shape[: value.dim() - len(shape)]
         # Axes of plates that only other sites lie in have size one.
-        absent = inner - (len(shape) - self.laws[site].event_dim)
-        particles = lead[: max(0, len(lead) - absent)]
+        particles = lead[: max(0, len(lead) - self.absent(site))]
         return value.reshape(*particles, shape.numel())
 
 
@@ -601,13 +607,10 @@ def _moved_trace(joint: _Joint, recorder: _Moved) -> poutine.Trace:
     """Return a trace of a guide's draws, the moved sites moved by an element."""
     extracted: Any = extract_provenance(joint.values)
     values, _ = extracted
-    inner = joint._inner()
-    flat = {name: joint._flattened(name, values[name], inner) for name in joint.shapes}
-    outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat.values()))
     group = joint.action.group.without_buffers()
     weights = {
-        name: part.expand(*outer, -1).reshape(*outer, *joint.shapes[name])
-        for name, part in flat.items()
+        name: part.reshape(*part.shape[:-1], *joint.shapes[name])
+        for name, part in joint.vectors(values).items()
     }
     device = first_value(weights).device
     moved = _thorough(group, device)(weights)
@@ -615,8 +618,9 @@ def _moved_trace(joint: _Joint, recorder: _Moved) -> poutine.Trace:
     for name, msg in recorder.sites.items():
         value, _ = extract_provenance(msg["value"])
         if name in joint.shapes:
-            absent = inner - (len(joint.shapes[name]) - joint.laws[name].event_dim)
-            value = moved[name].reshape(*outer, *[1] * absent, *joint.shapes[name])
+            shape = joint.shapes[name]
+            outer = moved[name].shape[: moved[name].dim() - len(shape)]
+            value = moved[name].reshape(*outer, *[1] * joint.absent(name), *shape)
         trace.add_node(name, **{**msg, "value": value})
     return trace
 

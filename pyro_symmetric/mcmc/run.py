@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Device, Json, Keywords, Model
+from pyro_symmetric.arguments import Args, Device, Json, Keywords, Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -248,7 +248,7 @@ class Settings:
     """
 
     kernel: Kernel
-    args: tuple[Any, ...] = ()
+    args: Args = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     num_samples: int = 1000
     num_warmup: int | str = "auto"
@@ -650,9 +650,7 @@ def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -
 # where chains start -------------------------------------------------------------------
 
 
-def resolve(
-    initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Keywords
-) -> Any:
+def resolve(initial: Any, num_chains: int, args: Args, kwargs: Keywords) -> Any:
     """Convert ``initial`` to ``None``, a name, weights, or a function ``num_chains ->
     weights``.
 
@@ -700,7 +698,7 @@ def resolve(
 def placed_by(
     strategy: Callable[[Any], Any],
     model: Model,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Keywords,
     count: int,
 ) -> Weights:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments, plots
 from pyro_symmetric.arguments import (
+    Args,
     Device,
     Json,
     Keywords,
@@ -62,7 +63,7 @@ Kind = Literal["chains", "independent"]
 
 class _Call(NamedTuple):
     model: Model
-    args: tuple[Any, ...] = ()
+    args: Args = ()
     kwargs: Keywords = MappingProxyType({})
     device: Device = None
     subsampled: bool | None = None

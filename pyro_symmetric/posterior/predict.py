@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, forked
-from pyro_symmetric.arguments import Device, Model, described_call
+from pyro_symmetric.arguments import Args, Device, Model, described_call
 from pyro_symmetric.density.enumeration import masked_log_prob
 from pyro_symmetric.density.site_checks import check_observed, is_deterministic
 from pyro_symmetric.density.traced import (
@@ -208,7 +208,7 @@ class NetworkPredictor:
     def __init__(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: dict[str, Any],
         kind: str,
         given: Tensors,
@@ -303,7 +303,7 @@ class TracedPredictor(Traced):
     def __init__(
         self,
         model: Model,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: dict[str, Any],
         kind: str,
         given: Tensors,
