@@ -103,7 +103,7 @@ class AutoSymmetrized(WeightsGuide):
     the base's, moved by a uniform element of the group: they visit all copies of a
     mode, and predict as the base's. ``guide.plain``, ``sample_posterior(orbit=False)``,
     ``median`` and ``quantiles`` give one copy. The model must be invariant under the
-    group: set-up checks it at draws from the prior. Where that could be checked, steps of
+    group: set-up checks it at draws from the prior. If that could be checked, steps of
     Pyro's SVI spare the moves, which change no loss then.
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
