@@ -1,5 +1,6 @@
 """Calls of a beginner's first hours that work as they are written."""
 
+import functools
 import math
 
 import pyro
@@ -84,6 +85,14 @@ def test_symmetries_of_a_part_that_hides_data_are_not_taken_for_the_models(
         ps.find_symmetry(part, DATA)
     with pytest.raises(ValueError, match="symmetry="):
         ps.AutoSymmetrized(part).setup(DATA)
+
+
+def test_a_decorator_may_pass_data_to_the_model() -> None:
+    @functools.wraps(mixture)
+    def with_data() -> None:
+        mixture(DATA)
+
+    assert ps.find_symmetry(with_data).permutations.order() == 2
 
 
 def test_networks_and_their_state_dicts_are_acted_on_alike() -> None:

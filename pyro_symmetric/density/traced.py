@@ -236,6 +236,9 @@ class TracedTarget(Traced):
         self._programs = dict[Any, Callable[[Weights], Weights]]()
         with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run()
+        self.parameters = {  # of Pyro's store, or of the model's modules
+            name: trace.nodes[name]["value"].detach() for name in trace.param_nodes
+        }
         latent = latent_sites(trace)
         # The sites that samplers move: discrete sites are summed out.
         self.sites: Mapping[str, Any] = {
@@ -596,7 +599,9 @@ def require_call(
     """Raise ``TypeError`` if a model doesn't take these arguments."""
     is_module = isinstance(model, nn.Module)
     try:
-        signature = inspect.signature(model.forward if is_module else model)
+        call = model.forward if is_module else model
+        # a decorator may give the arguments of what it wraps
+        signature = inspect.signature(call, follow_wrapped=False)
     except (TypeError, ValueError):  # of a builtin, say
         return
     try:

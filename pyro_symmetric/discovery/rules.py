@@ -914,7 +914,8 @@ def gather(flow: Flow, call: Call) -> Value:
     positions = call["index"]
     known = None
     if positions.constant is not None and positions.dim:
-        lines = positions.constant.movedim(call.axis, 0).flatten(1)
+        first = positions.constant.movedim(call.axis, 0)
+        lines = first.reshape(len(first), -1)
         if lines.numel() and (lines == lines[:, :1]).all():
             known = lines[:, 0].numpy().astype(np.int64)
     if known is None:

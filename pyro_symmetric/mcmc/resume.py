@@ -81,6 +81,7 @@ def identify(settings: Settings, density: Density, seed: int) -> Json:
         if isinstance(initial, Mapping | str | None)
         else type(initial).__name__,
         "data": digest([settings.args, settings.kwargs]),
+        "parameters": digest(getattr(density.target, "parameters", {})),
         "sites": map_values(list, density.layout.site_shapes),
         # "cuda" equals "cuda:0"; the model of the GPU belongs to rounding
         "device": device.type,

@@ -107,6 +107,24 @@ def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(
             )
 
 
+def test_a_run_with_other_values_of_pyros_store_is_refused(tmp_path):
+    """Also where no position that is stored feels the difference."""
+
+    def model():
+        limit = pyro.param("limit", torch.tensor(6.0))
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("beyond", torch.where(x > limit, -5.0, 0.0))
+
+    kernel = HMC(model, num_steps=3)
+    sample(kernel, store=tmp_path / "s", **QUICK)
+    longer = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
+    pyro.get_param_store()["limit"] = torch.tensor(8.0)
+    with pytest.raises(StoreError, match="parameters"):
+        sample(kernel, **longer)
+    pyro.get_param_store()["limit"] = torch.tensor(6.0)
+    assert sample(kernel, **longer).num_samples == 50
+
+
 def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors_another():
     models = [
         BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)
