@@ -33,7 +33,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Names, described
 from pyro_symmetric.density.traced import ContinuousStart, require_model
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
@@ -124,6 +124,8 @@ class AutoSymmetrized(WeightsGuide):
         ``rank``.
     """
 
+    rotating: Names = ()  # of the given group, whose rotations are left out
+
     def __init__(
         self,
         model: Any,
@@ -141,6 +143,7 @@ class AutoSymmetrized(WeightsGuide):
         self.at_least = getattr(symmetry, "at_least", False)
         self.group: Group = Group([], {})
         if symmetry is not None and not self.finds_symmetry:
+            self.rotating = group_of(symmetry).names("rotate")
             self.group = group_of(symmetry).finite
         if base is AutoUnitBlocks:
             base_arguments = {"symmetry": self.group, **base_arguments}
@@ -279,10 +282,18 @@ class AutoSymmetrized(WeightsGuide):
         return super().quantiles(quantiles, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Show, once the guide is set up, how far its units are from their priors."""
+        """Show what rotations are left out, and, once the guide is set up, how far its
+        units are from their priors.
+        """
+        lines = list[str]()
+        if self.rotating:
+            lines.append(
+                f"averaged over the permutations and signs of {list(self.rotating)}, "
+                "not over their rotations, as evidence(guide, symmetry=group) is"
+            )
         with suppress(TypeError, ValueError, NotImplementedError):
-            return repr(unit_divergences(self, self.group))
-        return ""
+            lines.append(repr(unit_divergences(self, self.group)))
+        return "\n".join(lines)
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.base._loc_scale(*args, **kwargs)  # for median and quantiles

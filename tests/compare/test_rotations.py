@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
@@ -113,3 +115,31 @@ def test_varimax_turns_the_common_frame_to_simple_structure():
     assert (varimax_criterion(mean @ turns) < varimax_criterion(mean)).all()
     with pytest.raises(ValueError, match="varimax is 'z'"):
         ps.align_many(posterior, group, progress=False, varimax="z")
+
+
+def factors_and_scores(data: Tensor) -> None:
+    loadings = pyro.sample("W", dist.Normal(torch.zeros(8, 3), 1.0).to_event(2))
+    scores = dist.Normal(torch.zeros(len(data), 3), 1.0).to_event(2)
+    scores = pyro.sample("z", scores)
+    pyro.sample("y", dist.Normal(scores @ loadings.mT, 1.0).to_event(2), obs=data)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the chains disagree")
+def test_chains_of_a_factor_model_agree_modulo_rotations():
+    """Dense loadings of eight columns on three factors: chains explore the rotations
+    slowly.
+    """
+    torch.manual_seed(7)
+    truth = 1.5 * torch.randn(8, 3)
+    data = torch.randn(40, 3) @ truth.mT + torch.randn(40, 8)
+    kernel = ps.HMC(factors_and_scores, num_steps=8)
+    posterior = ps.sample(
+        kernel, data, num_samples=100, num_warmup=200, num_chains=16, seed=1
+    )
+    shapes = {"W": torch.Size([8, 3]), "z": torch.Size([40, 3])}
+    group = ps.Group.declare(dict.fromkeys(shapes, (None, "f")), shapes, "rotate")
+    frame = ps.align_many(posterior, group, progress=False, seed=0)
+    for site in shapes:
+        assert chain_statistics(posterior.samples[site]).r_hat.max() > 2
+        assert chain_statistics(frame.posterior.samples[site]).r_hat.max() < 1.06

@@ -298,5 +298,8 @@ def test_evidence_is_averaged_over_rotations():
     log_likelihood = dist.Normal(prior @ prior.mT, 2.0).log_prob(data).sum((-1, -2))
     exact = float(log_mean_exp(log_likelihood))
     assert found.best.log_evidence == pytest.approx(exact, abs=0.2)
+    given = ps.AutoSymmetrized(bilinear, group, base=guide.plain)
+    assert "not over their rotations" in repr(given)
+    assert "rotations" not in repr(guide)
     plain = ps.evidence(guide, data, symmetry=group, estimator=SinkhornImportance(4))
     assert "permutations and signs of ['f']" in str(plain)
