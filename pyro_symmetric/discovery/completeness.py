@@ -22,7 +22,7 @@ from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group, Units
-from pyro_symmetric.groups.moves import MOVES, Move
+from pyro_symmetric.groups.moves import MOVES, Move, skew_basis
 from pyro_symmetric.weights import Weights, map_values
 
 # points at most, and weights at most: time grows with their cube
@@ -249,12 +249,7 @@ def _steps(units: Units, move: Move) -> tuple[Tensor, Tensor]:
         still = torch.eye(units.count, dtype=torch.float64, device="cpu")
         step = STEP * still.reshape(-1, *units.shape)
         return step, -step
-    size = units.size
-    entries = torch.eye(size**2, dtype=torch.float64, device="cpu")
-    entries = entries.view(size, size, size, size)
-    first, second = torch.triu_indices(size, size, 1, device="cpu")
-    planes = entries[first, second] - entries[second, first]
     copies = torch.eye(units.copies, dtype=torch.float64, device="cpu")
-    step = STEP * torch.einsum("cd,pij->cpdij", copies, planes)
-    turn = torch.linalg.matrix_exp(step).reshape(-1, *units.shape, size)
+    step = STEP * torch.einsum("cd,pij->cpdij", copies, skew_basis(units.size))
+    turn = torch.linalg.matrix_exp(step).reshape(-1, *units.shape, units.size)
     return turn, turn.mT

@@ -200,7 +200,7 @@ class Symmetry:
             self,
             group=rotated(self.group, self.rotating),
             explanation=Explanation(map(self._with_maps, self.explanation)),
-            remarks=(*self.remarks, *map(self._maps_of, scaled)),
+            notes=(*self.notes, *map(self._maps_of, scaled)),
             rotating=(),
         )
 

@@ -52,7 +52,7 @@ from pyro_symmetric.distributions.estimators import (
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks, in_blocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.moves import MOVES
+from pyro_symmetric.groups.moves import MOVES, skew_basis
 from pyro_symmetric.groups.units import rows
 
 # the most units that are averaged over, and up to which all modes should be found
@@ -369,7 +369,7 @@ class _Proposals:
 
     def __init__(self, form: _Form):
         self.form, self.size = form, math.isqrt(form.linear.shape[-1])
-        self.basis = _skew_basis(self.size).to(form.linear.device)
+        self.basis = skew_basis(self.size).to(form.linear.device)
         self.modes = self._climb(self._starts())
         flat = 2.0 * (self.size - 1)  # curvature of Haar's measure itself
         curvature, self.axes = torch.linalg.eigh(4 * self._slopes(self.modes).curvature)
@@ -491,15 +491,6 @@ def _log_volume(n: int) -> float:
         for k in range(1, n)
     )
     return sum(spheres) - n * (n - 1) / 2 * math.log(2) + math.log(2)
-
-
-@functools.lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _skew_basis(n: int) -> Tensor:
-    """Return the skew matrices of all planes, ``(n (n - 1) / 2, n, n)``."""
-    first, second = torch.triu_indices(n, n, 1, device="cpu")
-    entries = torch.eye(n * n, dtype=torch.float64, device="cpu").view(n, n, n, n)
-    return entries[first, second] - entries[second, first]
 
 
 def usual_estimator(

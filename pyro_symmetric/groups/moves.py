@@ -8,6 +8,7 @@ and how they follow units that others carry around.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -224,6 +225,15 @@ def polar(scores: Tensor) -> Tensor:
     """
     left, _, right = torch.linalg.svd(scores)
     return left @ right
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # the cache outlives the mode in which it is filled
+def skew_basis(n: int) -> Tensor:
+    """Return the skew matrices of all planes, ``(n (n - 1) / 2, n, n)``."""
+    first, second = torch.triu_indices(n, n, 1, device="cpu")
+    entries = torch.eye(n * n, dtype=torch.float64, device="cpu").view(n, n, n, n)
+    return entries[first, second] - entries[second, first]
 
 
 MOVES: dict[Move, MoveKind] = {
