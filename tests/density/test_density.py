@@ -615,3 +615,26 @@ def noisy() -> None:
 def test_what_cannot_be_sampled_is_named(model, args, options, message):
     with pytest.raises(ValueError, match=message):
         Density(model, args=args, **options)
+
+
+def test_rounding_of_nearly_singular_matrices_is_no_failure_of_the_map():
+    """Chains at once and one by one are equally far from double precision."""
+
+    def model(x: Tensor) -> None:
+        loadings = pyro.sample("w", dist.Normal(torch.zeros(2, 8), 1.0).to_event(2))
+        noise = pyro.sample("s", dist.HalfCauchy(1.0))
+        covariance = loadings.mT @ loadings + noise.square() * torch.eye(8)
+        with pyro.plate("rows", len(x)):
+            fn = dist.MultivariateNormal(torch.zeros(8), covariance)
+            pyro.sample("x", fn, obs=x)
+
+    x = torch.randn(120, 2) @ torch.randn(2, 8) + 0.5 * torch.randn(120, 8)
+    density = Density(model, (x,), engine="eager")
+    assert not density.target.one_by_one
+    weights = {"w": torch.zeros(3, 2, 8), "s": torch.tensor([0.5, 1.0, 2.0])}
+    energy = density.energy(density.unconstrain(weights))
+    for value, s in zip(energy, weights["s"], strict=True):
+        prior = dist.Normal(0.0, 1.0).log_prob(torch.zeros(16)).sum()
+        prior = prior + dist.HalfCauchy(1.0).log_prob(s) + s.log()
+        expected = -prior - dist.Normal(0.0, s).log_prob(x).sum()
+        torch.testing.assert_close(value, expected)
