@@ -215,7 +215,8 @@ def align_many(
         :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by
         their moments). On any device, which is also that of the result.
     :param symmetry: a network's or model's, or its group. ``"auto"``: that of the model
-        that a posterior was drawn from; other members stay as they are.
+        that a posterior was drawn from, with its rotations unless deviations count;
+        other members stay as they are.
     :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the
         density under Gaussians fitted to all members, weight by weight. ``None``:
         ``"gaussian"`` for 100 draws or more under a group without scales and
@@ -232,6 +233,8 @@ def align_many(
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     carried = _carried_by(sources, symmetry)
+    if carried.is_found and (cost == "gaussian" or not isinstance(sources, Posterior)):
+        carried = carried.without_rotations()  # of which deviations have none
     group = _two_sided(carried.group)
     turned = group.rotations.sites
     if varimax is not None and varimax not in turned:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments, plots
 from pyro_symmetric._process import without_warnings
+from pyro_symmetric.canonical.forms import doubtful_axes
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.labels import uncertain_labels
 from pyro_symmetric.compare.results import plain
@@ -297,7 +298,7 @@ def diagnose(
     checks += _convergence(posterior, group, statistics, num_draws)
     if carried.is_found and MODULO in statistics:
         aligned = replace(posterior, samples=spaces[MODULO])
-        remarks += _on_uncertain_labels(aligned, carried.group.finite, checks)
+        remarks += _on_uncertain_labels(aligned, carried.group, checks)
     return conclude(checks, statistics, remarks)
 
 
@@ -307,12 +308,17 @@ def _on_uncertain_labels(
     """Yield both R-hats where labels are uncertain, so that their removal may hide that
     chains differ, or feign it.
     """
-    uncertain = uncertain_labels(aligned, group)
+    permuted = group.without(group.names("rotate")).finite
+    uncertain = [
+        labels.in_words(permuted) for labels in uncertain_labels(aligned, permuted)
+    ]
+    for name in doubtful_axes(aligned.samples, group):
+        uncertain.append(f"the principal axes of {name!r}, of close second moments")
     if not uncertain:
         return
     r_hats = {check.name: check.words.partition(",")[0] for check in checks}
-    for labels in uncertain:
-        yield f"uncertain are {labels.in_words(group)}"
+    for words in uncertain:
+        yield f"uncertain are {words}"
     yield f"so both count: as drawn {r_hats[WEIGHTS]}; modulo symmetry {r_hats[MODULO]}"
 
 

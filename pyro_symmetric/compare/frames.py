@@ -168,8 +168,9 @@ def summary(
     first.
 
     The symmetry is that of the posterior's model, which is removed where labels are
-    certain in most draws; a line says what was aligned, and what was left as drawn and
-    why. Without a symmetry it prints as ``posterior.summary()`` does.
+    certain in most draws, and with it rotations; a line says what was aligned, and what
+    was left as drawn and why. Without a symmetry it prints as ``posterior.summary()``
+    does.
 
     With a symmetry that is given, lines above the table say how many draws were moved,
     which sites the symmetry doesn't act on, and in how many draws labels are uncertain:
@@ -207,7 +208,7 @@ def summary(
         lines = []
     else:
         frame = align_many(chains, carried.group, **alignment)
-        modulo = f"modulo {str(carried.group).splitlines()[0]}"
+        modulo = carried.line or f"modulo {str(carried.group).splitlines()[0]}"
         left = _left_as_drawn(frame.posterior, carried.group)
         remarks = _remarks(frame, carried.group)
         chains, frames = in_certain_frames(frame.posterior, carried.group)
@@ -218,10 +219,10 @@ def summary(
 def _certainly_aligned(
     posterior: Posterior, carried: Carried, alignment: Mapping[str, Any]
 ) -> tuple[Posterior, list[str]]:
-    """Align draws modulo the units of a found symmetry whose labels are certain; return
-    them, and what was done.
+    """Align draws modulo the units of a found symmetry whose labels are certain, and its
+    rotations; return them, and what was done.
     """
-    group = carried.group.finite
+    group = carried.group.compact
     left = []
     alignment = {"seed": SEED, **alignment}
     while group.units:
@@ -236,7 +237,8 @@ def _certainly_aligned(
                     "predict computes them anew"
                 )
             lines = [_moved(frame, modulo), *left, *_remarks(frame, group)]
-            return frame.posterior, [*lines, *carried.line.splitlines()[1:]]
+            shown, frames = in_certain_frames(frame.posterior, group)
+            return shown, [*lines, *frames, *carried.line.splitlines()[1:]]
         for labels in uncertain:
             left.append(f"left as drawn: {labels.in_words(group)}")
         for labels in uncertain:

@@ -56,7 +56,9 @@ def uncertain_labels(aligned: Posterior, group: Group) -> list[Uncertain]:
     samples = aligned.samples
     few = aligned.num_chains * aligned.num_samples < FEW
     uncertain = []
-    moves: tuple[Move, Move] = ("permute", "flip")
+    moves: tuple[Move, ...] = ("permute", "flip")
+    if few:
+        moves = (*moves, "rotate")
     for move in moves:
         for name in group.names(move):
             others = [other for other in group.names(move) if other != name]

@@ -2,8 +2,8 @@
 when it is first asked for.
 
 Functions of draws take ``symmetry="auto"``. Then the symmetry is that of the
-posterior's model; draws without a model are taken as they are, and so are those of a
-model without symmetries.
+posterior's model, rotations included where they hold; draws without a model are taken
+as they are, and so are those of a model without symmetries.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Carried(NamedTuple):
     """A symmetry to remove from draws.
 
     :param group: of no units if draws are taken as they are.
-    :param line: what it is and where it comes from; empty if the caller gave it, or if
-        it was looked for and there is none.
+    :param line: what it is and where it comes from; empty if the caller gave it without
+        rotations, or if it was looked for and there is none.
     :param is_found: whether it was found, not given.
     :param at_least: whether there may be more.
     """
@@ -58,6 +58,14 @@ class Carried(NamedTuple):
     def is_trivial(self) -> bool:
         """True if nothing moves."""
         return not self.group.units
+
+    def without_rotations(self) -> Carried:
+        """Return the permutations and signs, if units rotate."""
+        if not self.group.names("rotate"):
+            return self
+        group = self.group.finite
+        line = f"modulo {moves_in_words(group)}, found in the model"
+        return self._replace(group=group, line=line)
 
 
 def is_auto(symmetry: Any) -> bool:
@@ -79,8 +87,11 @@ def carried_symmetry(symmetry: Any, *draws: Any) -> Carried:
     if not is_auto(symmetry):
         for side in draws:
             require_of_posterior(symmetry, side)
-        at_least = getattr(symmetry, "at_least", False)
-        return Carried(group_of(symmetry), at_least=at_least)
+        group = group_of(symmetry)
+        line = ""
+        if group.names("rotate"):
+            line = f"modulo {moves_in_words(group)}"
+        return Carried(group, line, at_least=getattr(symmetry, "at_least", False))
     for side in draws:
         found = side.symmetry if isinstance(side, Posterior) else None
         if found is not None:
@@ -113,6 +124,8 @@ def _shapes_of(draws: Any) -> dict[str, torch.Size]:
 
 def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
     """Return a found symmetry, unless it moves sites that the draws lack."""
+    if {*found.rotating} & {*found.group.names("permute")}:
+        found = found.with_rotations()
     lines = [*found.remarks, *found.notes]
     group = found.group
     shapes = posterior.site_shapes
@@ -137,6 +150,9 @@ def moves_in_words(group: Group) -> str:
         if name in group.names("flip"):
             odd = [axis.site for axis in units.axes if axis.exponent % 2]
             words.append(f"2^{units.count} signs of {_sites_in_words(odd)}")
+        if "rotate" in units.moves:
+            turned = _sites_in_words([axis.site for axis in units.axes])
+            words.append(f"rotations of {turned}")
     if len(words) > SHOWN:
         words[SHOWN:] = [f"{len(words) - SHOWN} more"]
     return ", ".join(words)

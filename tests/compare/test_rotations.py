@@ -143,3 +143,48 @@ def test_chains_of_a_factor_model_agree_modulo_rotations():
     for site in shapes:
         assert chain_statistics(posterior.samples[site]).r_hat.max() > 2
         assert chain_statistics(frame.posterior.samples[site]).r_hat.max() < 1.06
+
+
+def loadings_turn(x: Tensor) -> None:
+    with pyro.plate("factors", 2):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+    covariance = w.mT @ w + torch.eye(5)
+    with pyro.plate("rows", len(x)):
+        pyro.sample("x", dist.MultivariateNormal(torch.zeros(5), covariance), obs=x)
+
+
+def test_rotations_of_the_model_are_found_and_removed():
+    """In the frame of principal axes, draws are the centre and noise: its deviation is
+    known. Noise alone has no axes, and fewer than 100 draws tell nothing."""
+    torch.manual_seed(5)
+    centre = torch.tensor([[2.0, -1.0, 1.0, 0, 0], [0, 0, 0, 0.7, 1.0]])
+    noisy = centre + 0.1 * torch.randn(4, 100, 2, 5)
+    turn = ps.Group.declare({"w": ("f", None)}, {"w": centre}, "rotate").sample
+    drawn = ps.Posterior({"w": noisy}, kind="chains").map(turn((4, 100)))
+    posterior = drawn.attach(loadings_turn, torch.randn(20, 5))
+    found = "modulo rotations of (w), found in the model"
+
+    shown = ps.summary(posterior, progress=False)
+    assert shown.lead[0].startswith(f"{found}: aligned")
+    assert shown["std"].max() < 0.15
+    means = torch.tensor(shown["mean"].to_numpy()).view(2, 5).abs()
+    torch.testing.assert_close(means, centre.abs().double(), atol=0.1, rtol=0)
+    assert found in ps.diagnose(posterior).remarks
+    given = posterior.symmetry.with_rotations()
+    assert "modulo rotations of (w)" in ps.diagnose(posterior, given).remarks
+    lead = ps.summary(posterior, given, progress=False).lead[0]
+    assert lead.startswith("modulo rotations of (w): aligned")
+    assert found in repr(ps.align_many(posterior, progress=False))
+    for frame in (
+        ps.align_many(posterior, cost="gaussian", progress=False),
+        ps.align_many([posterior, posterior], progress=False),
+    ):  # deviations don't rotate
+        assert frame.remark.startswith("modulo 2! labels of (w), 2^2 signs of (w)")
+
+    noise = posterior.map(lambda sites: {"w": torch.randn_like(sites["w"])})
+    assert "have no certain frame" in ps.summary(noise, progress=False).lead[-1]
+    assert "uncertain are the principal axes of 'w'" in str(ps.diagnose(noise))
+    few = posterior.select(draws=slice(20))
+    assert few.num_chains * few.num_samples == 80
+    lines = ps.summary(few, progress=False).lead
+    assert lines[0].startswith("left as drawn: rotations of (w), as fewer than 100")
