@@ -72,8 +72,8 @@ def canonical_frame(draws: Side, symmetry: Symmetry | Group) -> Side:
 
 
 def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
-    """Align canonical forms: move units and signs to where draws lie closest to their
-    common mean; scales stay.
+    """Align canonical forms: permute, flip and turn units to where draws lie closest to
+    their common mean; scales stay.
 
     Starting from canonical forms, the result depends on the draws' orbits, not on the
     copies in which they came. The draws are aligned in the order of their norms, with a
@@ -86,7 +86,7 @@ def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
         for value in flat.values()
     ]
     order = torch.stack(squares).sum(0).argsort()  # by an invariant of each draw
-    group = _group_on(group_of(symmetry).finite, flat)
+    group = _group_on(group_of(symmetry).compact, flat)
     aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
     return as_given(canonical, _select(aligned, order.argsort()))
 
@@ -107,7 +107,7 @@ def common_frame(
 
     Units are scaled to the least norm of all parameters. If the prior isn't invariant
     under scaling (a Gaussian one is not), scalings are no symmetry of the posterior:
-    pass ``symmetry.finite``. Then units are permuted, and signs flipped, to where the
+    pass ``symmetry.finite``. Then units are permuted, flipped and turned to where the
     draws of both sides lie closest to their common mean (see
     :func:`~pyro_symmetric.alignment.align_many`). The frame doesn't depend on which
     side a draw is on, so equal distributions show no difference in it.

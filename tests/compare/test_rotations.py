@@ -98,6 +98,22 @@ def test_invariants_are_those_of_every_frame():
         torch.testing.assert_close(fixed["W communalities"], diagonal)
 
 
+@pytest.mark.parametrize("gap", [1.0, 0.03])
+def test_common_frames_do_not_depend_on_how_close_moments_are(gap):
+    """Draws of deviation 0.05, whose own principal axes deviate by 0.1 to 0.5."""
+    torch.manual_seed(5)
+    columns = torch.linalg.qr(torch.randn(8, 3).double())[0]
+    centre = 8**0.5 * columns * torch.tensor([1 + gap, 1.0, 0.5]).double()
+    draws = centre + 0.05 * torch.randn(2, 100, 8, 3).double()
+    turned = factors().sample((2, 100), dtype=torch.float64)({"W": draws})["W"]
+    frames = [
+        torch.cat([side["W"] for side in ps.common_frame(*sides, factors())])
+        for sides in ([{"W": side} for side in pair] for pair in (draws, turned))
+    ]
+    torch.testing.assert_close(*frames)
+    assert frames[0].std(0).square().mean().sqrt() < 0.06
+
+
 def varimax_criterion(loadings: Tensor) -> Tensor:
     return loadings.square().var(-2, correction=0).sum(-1)
 
