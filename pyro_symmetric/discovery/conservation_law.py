@@ -391,7 +391,7 @@ class _Law:
             for cell in soluble
         ]
         if self.small:  # all units together have one row a loss
-            needed += [len(cell.axes) + 2 for cell in cells]
+            needed += [len(cell.axes) + 4 for cell in cells]
         losses = max(len(self.points), min(most, max(needed, default=1)))
         products = self._inner_products(cells, losses, "scale")
         while len(self.points) < MORE_POINTS and any(
@@ -736,6 +736,7 @@ class _Law:
         """
         proposed, exact = Bases(), Bases()
         for cell in together:
+            self.undecided |= _is_dead(cell, products)
             # whole sites are scaled by moves of their own
             proposed[cell] = [
                 exponents
@@ -1025,7 +1026,9 @@ def _matrix(
         terms = [products[place][..., index].sum(2).flatten(1) for place in places]
         sums.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
     law, magnitude = torch.stack(sums, -1)
-    valid = (magnitude.amax(1) > 0) & magnitude.isfinite().all(1)
+    # an output that is constant at a point has a gradient of rounding errors there
+    least = EXACT * magnitude.nan_to_num(0.0, 0.0, 0.0).max() if len(magnitude) else 0.0
+    valid = (magnitude.amax(1) > least) & magnitude.isfinite().all(1)
     law, magnitude = law[valid], magnitude[valid]
     if not len(law):
         return law, torch.zeros(len(columns), dtype=torch.float64, device="cpu")

@@ -40,3 +40,30 @@ def test_units_in_front_of_a_norm_are_scaled_together() -> None:
         ("first.bias", 1),
     }
     assert not symmetry.at_least
+
+
+class Repeated(nn.Module):
+    """A layer that is applied twice between two reads of another, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(2, 2))
+        self.bias = nn.Parameter(torch.randn(2))
+        self.second = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x @ self.first.T + self.bias
+        h = (z / z.norm()).relu()
+        for _ in range(2):
+            h = (h @ self.second.T).relu()
+        return h @ self.first
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scale_of_few_units_that_are_mostly_off_is_found_or_may_be_missed(
+    seed: int,
+) -> None:
+    """The first layer times four and the second one by two leave outputs alone."""
+    torch.manual_seed(seed)
+    symmetry = ps.find_symmetry(Repeated(), torch.randn(5, 2))
+    assert symmetry.at_least or symmetry.scalings.units
