@@ -647,8 +647,11 @@ def placed(
     dtype: torch.dtype | None,
 ) -> Placed:
     """Move a model and the tensors in its arguments, at any depth, to a device, and
-    those in floating point to a dtype; ``None`` keeps either. The caller's own objects
-    don't change: a module elsewhere, or in another dtype, is copied."""
+    those in floating point to a dtype; ``None`` keeps either.
+
+    So are the arguments that a ``functools.partial`` holds. The caller's own objects
+    don't change: a module elsewhere, or in another dtype, is copied.
+    """
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -661,6 +664,9 @@ def placed(
         parts = [*model.parameters(), *model.buffers()]
         if any(place(part) is not part for part in parts):
             model = copy.deepcopy(model).to(device=device, dtype=dtype)
+    if isinstance(model, functools.partial) and (device or dtype):
+        inner = placed(model.func, model.args, model.keywords, device, dtype)
+        model = functools.partial(inner.model, *inner.args, **inner.kwargs)
     return Placed(model, tree_map(place, args), tree_map(place, kwargs))
 
 

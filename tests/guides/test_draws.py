@@ -207,3 +207,20 @@ def test_steps_move_draws_where_the_symmetry_could_not_be_checked() -> None:
     guide.setup(DATA)
     with pyro.poutine.trace(param_only=True):
         assert guide.get_posterior().moves_draws
+
+
+def test_steps_spare_moves_where_only_double_precision_tells_the_symmetry() -> None:
+    """Wide priors and a likelihood counted 60,000 times: energies of a network change
+    by nats with the last digit of its weights."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *[nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()],
+        nn.Linear(200, 10),
+    )
+    likelihood = ps.CategoricalLikelihood()
+    model = ps.BayesianModel(net, ps.GaussianPrior(), likelihood, 60_000)
+    x, y = torch.randn(100, 8), torch.randint(0, 10, (100,))
+    group = ps.find_symmetry(net, x[:2]).permutations
+    guide = ps.AutoSymmetrized(model, group).setup(x, y)
+    with pyro.poutine.trace(param_only=True):
+        assert not guide.get_posterior().moves_draws
