@@ -236,9 +236,9 @@ class TracedTarget(Traced):
         self._programs = dict[Any, Callable[[Weights], Weights]]()
         with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run()
-        self.parameters = {  # of Pyro's store, or of the model's modules
-            name: trace.nodes[name]["value"].detach() for name in trace.param_nodes
-        }
+        # of Pyro's store, or of the model's modules
+        parameters = {name: trace.nodes[name]["value"] for name in trace.param_nodes}
+        self.parameters = map_values(as_tensor, parameters)
         latent = latent_sites(trace)
         # The sites that samplers move: discrete sites are summed out.
         self.sites: Mapping[str, Any] = {
