@@ -65,6 +65,7 @@ from pyro_symmetric.weights import (
     Weights,
     drop_names,
     first_value,
+    map_values,
     select_rows,
     transform_of,
 )
