@@ -665,7 +665,8 @@ def placed(
         parts = [*model.parameters(), *model.buffers()]
         if any(place(part) is not part for part in parts):
             model = copy.deepcopy(model).to(device=device, dtype=dtype)
-    if isinstance(model, functools.partial) and (device or dtype):
+    # exactly: what handlers of Pyro wrap is a partial of another kind
+    if type(model) is functools.partial and (device or dtype):
         inner = placed(model.func, model.args, model.keywords, device, dtype)
         model = functools.partial(inner.model, *inner.args, **inner.kwargs)
     return Placed(model, tree_map(place, args), tree_map(place, kwargs))
