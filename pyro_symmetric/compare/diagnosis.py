@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ from pyro_symmetric.posterior.statistics import (
     exceeded_by_few,
 )
 from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
+from pyro_symmetric.weights import map_values
 
 MOST_ROWS = 256  # of inputs to predict at
 MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
@@ -64,6 +66,8 @@ MAY_MISS = (
     "the symmetry says at least: chains in copies that it misses look as if they "
     "disagreed"
 )
+# draws of a chain, and entries of all sites, when a run asks whether chains agree
+MOST_AGREEING, MOST_AGREEING_ENTRIES = 200, 1000
 MORE_DRAWS = 16  # times as many for a temperature that few leave uncertain
 CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = (
@@ -300,6 +304,26 @@ def diagnose(
         aligned = replace(posterior, samples=spaces[MODULO])
         remarks += _on_uncertain_labels(aligned, carried.group, checks)
     return conclude(checks, statistics, remarks)
+
+
+def agree_modulo_symmetry(posterior: Posterior) -> bool:
+    """Return whether chains agree modulo the symmetry of their model, by at most 200
+    draws of each; ``False`` if that isn't known, or would take long.
+    """
+    shapes = posterior.site_shapes.values()
+    if sum(shape.numel() for shape in shapes) > MOST_AGREEING_ENTRIES:
+        return False
+    with suppress(Exception):  # whose end would lose the draws of a run
+        group = carried_symmetry(AUTO, posterior).group
+        if group.units:
+            thinned = posterior.thin(max(1, posterior.num_samples // MOST_AGREEING))
+            aligned = one_frame(canonical_frame(thinned, group), group).samples
+            check = _r_hat(MODULO, map_values(chain_statistics, aligned), "")
+            return check.status in ("pass", "warn")
+    return False
+
+
+diagnostics.AGREEMENTS[:] = [agree_modulo_symmetry]
 
 
 def _on_uncertain_labels(

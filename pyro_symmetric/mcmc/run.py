@@ -47,6 +47,7 @@ from pyro_symmetric.mcmc.resume import (
 )
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import (
+    AGREEMENTS,
     MIN_DRAWS,
     moving,
     sampler_failures,
@@ -943,6 +944,10 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
     failures = sampler_failures(
         posterior.statistics, settings.kernel.subsampled, agreeing
     )
+    # chains may be in different copies of a mode
+    disagree = any(check.name == "weights" for check in failures)
+    if disagree and all(agree(posterior) for agree in AGREEMENTS):
+        failures = [check for check in failures if check.name != "weights"]
     # a chain may never move although its acceptance rate is fine
     if latent and not failures:
         moves = moving(latent)

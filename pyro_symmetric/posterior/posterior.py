@@ -22,6 +22,7 @@ from sites to tensors, by one convention:
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from pyro_symmetric.posterior.summaries import Summary
 
 Kind = Literal["chains", "independent"]
+FEW_DRAWS = 50  # of four times as many chains, which may be sites' entries
 
 
 class _Call(NamedTuple):
@@ -615,7 +617,15 @@ def chains_of(
     _require_shapes(
         arguments.weights(name, draws, "a Posterior"), name, shapes, ("chains", "draws")
     )
-    return Posterior(dict(draws), kind="chains")
+    chains = Posterior(dict(draws), kind="chains")
+    if 4 * chains.num_samples < chains.num_chains and chains.num_samples < FEW_DRAWS:
+        warnings.warn(
+            f"{name} is read as {chains.counted()}; if its first axis are draws, pass "
+            "get_samples(group_by_chain=True), or Posterior.from_samples(samples, "
+            "kind='independent')",
+            stacklevel=3,
+        )
+    return chains
 
 
 def as_given(given: Any, moved: Weights) -> Any:

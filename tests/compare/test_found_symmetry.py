@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pyro_symmetric as ps
+from pyro_symmetric.compare.diagnosis import agree_modulo_symmetry
 
 X = torch.cat([torch.randn(20) - 6, torch.randn(20), torch.randn(20) + 6])
 
@@ -271,3 +272,39 @@ def test_a_model_goes_through_guide_chains_and_tables_without_a_group(
     assert words.partition(" ")[0] in capsys.readouterr().out
     tree = ps.align_many(posterior, progress=False).posterior.to_arviz()
     assert set(tree["posterior"].data_vars) == set(posterior.samples)
+
+
+def root(y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(torch.zeros(1), 10.0).to_event(1))
+    pyro.sample("y", dist.Normal(w.square().sum(), 1.0), obs=y)
+
+
+def test_a_run_warns_of_chains_that_disagree_modulo_the_symmetry_only(switching):
+    """Chains that start in two copies of the mode are no news (warnings are errors)."""
+    start = {"w": torch.tensor([[-3.0], [3.0], [-3.0], [3.0]])}
+    posterior = ps.sample(
+        ps.HMC(root, step_size=0.1, num_steps=4),
+        torch.tensor(9.0),
+        initial=start,
+        num_samples=200,
+        num_warmup=60,
+        num_chains=4,
+        engine="eager",
+        seed=0,
+        progress=False,
+    )
+    drawn = posterior.samples["w"]
+    torch.testing.assert_close(drawn.mean(1), start["w"], atol=0.2, rtol=0)
+    assert agree_modulo_symmetry(switching)
+    shifts = torch.tensor([0.0, 0, 0, 0.5, 0.5, 0.5]).view(6, 1, 1)
+    shifted = {"locs": switching.samples["locs"] + shifts}
+    assert not agree_modulo_symmetry(switching.map(lambda sites: {**sites, **shifted}))
+    broken = {"locs": switching.samples["locs"] / 0}
+    assert not agree_modulo_symmetry(switching.map(lambda sites: {**sites, **broken}))
+
+
+@pytest.mark.parametrize("call", [ps.diagnose, ps.summary])
+def test_more_chains_than_draws_are_asked_about(call):
+    with pytest.warns(UserWarning, match=r"100 chains of 3 draws.*group_by_chain"):
+        call({"locs": torch.randn(100, 3)})
+    call({"locs": torch.randn(100, 25)})
