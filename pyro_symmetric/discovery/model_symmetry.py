@@ -59,7 +59,7 @@ from pyro_symmetric.discovery.valid_sets import (
 from pyro_symmetric.discovery.verify import broken_moves
 from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Weights, drop_names, keep_names, pick
+from pyro_symmetric.weights import Weights, drop_names, keep_names, pick, select_rows
 
 PRIOR_DRAWS = 8  # at which the prior of a network is compared
 DATA_SETS = 3  # that are simulated if data are discrete
@@ -101,13 +101,14 @@ def find_model_symmetry(
     :raises ValueError: if ``poutine.block`` hides data.
     """
     kwargs = dict(kwargs or {})
-    if hidden := hidden_sites(lambda: model(*args, **kwargs), observed=True):
+    density = ModelDensity(model, args, kwargs)
+    point = select_rows(density.generic, slice(1))
+    if hidden := hidden_sites(lambda: density.terms(point), observed=True):
         raise ValueError(
             f"the model hides its observed sites {hidden} by poutine.block, so that "
             "these would be symmetries of its prior; find those of the model without "
             "the block, and pass them as symmetry="
         )
-    density = ModelDensity(model, args, kwargs)
     sites = density.shapes.keys()
     movable = set(sites) if only is None else named("only", only, sites)
     movable -= named("freeze", freeze, sites)

@@ -356,6 +356,17 @@ def test_constants_in_single_precision_are_no_obstacle():
     )
 
 
+def test_data_in_double_precision_suit_a_model_of_the_default_precision():
+    def model(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+        mean = (x @ w).sigmoid().sum(-1)
+        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    x = torch.randn(5, 2).double()
+    symmetry = ps.find_symmetry(model, x, torch.randn(5).double())
+    assert symmetry.group.order() == 6
+
+
 def test_a_model_that_branches_on_values_is_run_point_by_point():
     def model(x: Tensor) -> None:
         locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
