@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.poutine.condition_messenger import ConditionMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
@@ -308,11 +312,17 @@ class Simulation(NamedTuple):
 
 def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation:
     """Return the model with a draw of all that it observes in place of its data."""
+    conditioned = _Conditioned()
+    with conditioned:
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    original: dict[str, Any] = dict(trace.nodes)
+    fixed = {}
+    for name in conditioned.names:
+        if _others_depend(name, model, args, kwargs, trace):
+            fixed[name] = original[name]["value"]
+    unconditioned = poutine.condition(poutine.uncondition(model), data=fixed)
     drawn: dict[str, Any] = dict(
-        poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs).nodes
-    )
-    original: dict[str, Any] = dict(
-        poutine.trace(model).get_trace(*args, **kwargs).nodes
+        poutine.trace(unconditioned).get_trace(*args, **kwargs).nodes
     )
     data = {}
     is_discrete = False
@@ -323,6 +333,39 @@ def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation
             data[name] = drawn[name]["value"]
             is_discrete |= bool(getattr(site["fn"].support, "is_discrete", False))
     return Simulation(poutine.condition(model, data=data), is_discrete)
+
+
+class _Conditioned(Messenger):
+    """Notes the sites whose values ``poutine.condition`` sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        handlers = [h for h in _PYRO_STACK if isinstance(h, ConditionMessenger)]
+        if msg["is_observed"] and any(msg["name"] in h.data for h in handlers):
+            self.names.add(msg["name"])
+
+
+def _others_depend(
+    name: str, model: Model, args: Sequence[Any], kwargs: Keywords, trace: Trace
+) -> bool:
+    """Return whether the density of any other site depends on an observed one, which
+    then is a parameter that is held, and no data.
+    """
+    fn: Any = trace.nodes[name]["fn"]
+    drawn = {name: fn.sample()}
+    redrawn = poutine.condition(poutine.replay(model, trace=trace), data=drawn)
+    after: dict[str, Any] = dict(
+        poutine.trace(redrawn).get_trace(*args, **kwargs).nodes
+    )
+    for other, site in trace.nodes.items():
+        if other == name or site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if not torch.equal(site_entries(site), site_entries(after[other])):
+            return True
+    return False
 
 
 def _has_no_data(site: Any) -> bool:

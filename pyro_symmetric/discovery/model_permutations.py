@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,20 @@ from pyro_symmetric.discovery.valid_sets import (
     Exchange,
     Place,
     PlaceSet,
+    Rearrangement,
     Searcher,
+    SiteMove,
+    Unexpressed,
     axes_by_length,
     stacked,
 )
 from pyro_symmetric.weights import Shapes, Weights
 
 LONGEST_OF_BLOCKS = 64  # axes that may hold blocks of several positions a unit
+# positions whose permutations are tried beside exchanges; two have no others
+LEAST_REARRANGED = 3
+MOST_REARRANGED = 8
+ALL_ORDERS = 6  # positions all of whose orders are tried
 
 
 class Factor(NamedTuple):
@@ -39,6 +46,12 @@ class Factor(NamedTuple):
     places: PlaceSet
     length: int
     outer: PlaceSet | None = None
+
+    @property
+    def generators(self) -> tuple[SiteMove, ...]:
+        """An exchange and a cycle, of which all permutations are products."""
+        exchange = Exchange(self.units[0], self.units[1], self.length)
+        return exchange, Cycle(self.units, self.length)
 
 
 def permuting_units(searcher: Searcher) -> list[Factor]:
@@ -78,7 +91,7 @@ def _compared_permutations(
     searcher: Searcher, count: int, candidates: Candidates
 ) -> list[Factor]:
     """Return the units that permute, where positions may differ from one another."""
-    classes = _position_classes(searcher, count, candidates)
+    classes = position_classes(searcher, count, candidates)
     exchangeable = _Exchangeable(count)
     for second in range(count):
         for first in exchangeable.similar(second, candidates, classes):
@@ -89,6 +102,61 @@ def _compared_permutations(
                 exchangeable.add(first, second, valid)
         exchangeable.close(second, classes)
     return [*exchangeable.factors()]
+
+
+def rearranged(
+    searcher: Searcher,
+    count: int,
+    candidates: Candidates,
+    factors: Sequence[Factor],
+) -> list[Unexpressed]:
+    """Return a permutation of ``count`` positions that holds and is no product of
+    exchanges, such as a cycle, if there is one.
+    """
+    if not LEAST_REARRANGED <= count <= MOST_REARRANGED:
+        return []
+    full = [factor.places for factor in factors if len(factor.units) == count]
+    unsettled = dict[str, list[Place]]()
+    settled = frozenset[Place]().union(*full)
+    for site, of_site in candidates.items():
+        unsettled[site] = [place for place in of_site if place not in settled]
+    classes = position_classes(searcher, count, unsettled)
+    for size in dict.fromkeys((len(classes), 2, 1)):
+        for chosen in itertools.combinations(classes, size):
+            places = frozenset(chosen)
+            labels = [*zip(*(classes[place] for place in chosen), strict=True)]
+            known = [f.units for f in factors if f.places & places]
+            moves = []
+            for order in _orders(labels):
+                if not _is_product(order, known):
+                    moves.append((Rearrangement(order), places))
+            for move, _ in itertools.compress(moves, searcher.holds(moves)):
+                named = " and ".join(map(str, sorted(places)))
+                remark = (
+                    f"the positions of {named} may take the order {move.sources}, "
+                    "which no group here can express"
+                )
+                return [Unexpressed((move,), places, remark)]
+    return []
+
+
+def _orders(labels: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return orders of positions that keep their labels: all of few; of more, a cycle
+    and the reverse.
+    """
+    units = range(len(labels))
+    orders: Iterable[tuple[int, ...]] = [(*units[1:], 0), (*units[::-1],)]
+    if len(labels) <= ALL_ORDERS:
+        orders = itertools.permutations(units)
+    return [o for o in orders if [labels[unit] for unit in o] == [*labels]]
+
+
+def _is_product(order: Sequence[int], known: Sequence[Sequence[int]]) -> bool:
+    """Return whether an order is a product of exchanges of units."""
+    for pair in enumerate(order):
+        if pair[0] != pair[1] and not any({*pair} <= {*units} for units in known):
+            return False
+    return True
 
 
 class _Exchangeable:
@@ -176,7 +244,7 @@ def _alike(
     return similar_places
 
 
-def _position_classes(
+def position_classes(
     searcher: Searcher, count: int, candidates: Candidates
 ) -> dict[Place, list[int]]:
     """Group the positions of each place by the density with one odd position, all other

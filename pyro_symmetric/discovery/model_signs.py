@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_permutations import Factor
@@ -15,6 +16,7 @@ from pyro_symmetric.discovery.valid_sets import (
     PlaceSet,
     Searcher,
     SignChange,
+    Unexpressed,
     axes_by_length,
 )
 from pyro_symmetric.weights import Shapes
@@ -37,25 +39,72 @@ class SignFlip(NamedTuple):
         names = [place.site for place in self.places]
         return frozenset(name for name in names if names.count(name) % 2)
 
+    @property
+    def generators(self) -> tuple[SignChange, ...]:
+        """The changes of sign, along the places."""
+        return tuple(map(SignChange, self.positions)) or (SignChange(None),)
+
 
 def flipping_signs(searcher: Searcher, factors: Sequence[Factor]) -> list[SignFlip]:
     """Return the signs that flip: of single positions, and of whole sites."""
     density = searcher.density
     movable = searcher.movable_shapes
     real = {site: shape for site, shape in movable.items() if density.is_real(site)}
+    return _flips_of(searcher, real, factors)
+
+
+def _flips_of(
+    searcher: Searcher, shapes: Shapes, factors: Sequence[Factor]
+) -> list[SignFlip]:
     flips = []
-    for count, candidates in axes_by_length(real).items():
+    for count, candidates in axes_by_length(shapes).items():
         flips += _position_signs(searcher, count, candidates, factors)
-    whole = {site: [Place(site, 0)] for site in real}
+    whole = {site: [Place(site, 0)] for site in shapes}
     if not whole:
         return flips
-    spanned = [flip.sites for flip in flips if _covers_axis(flip, density.shapes)]
+    spanned = [flip.sites for flip in flips if _covers_axis(flip, shapes)]
     for places in searcher.valid_sets(SignChange(None), whole):
         flip = SignFlip((), places)
         if _is_independent(flip.sites, spanned):
             spanned.append(flip.sites)
             flips.append(flip)
     return flips
+
+
+def unexpressed_signs(searcher: Searcher) -> list[Unexpressed]:
+    """Return the signs that flip together with sites that can't take every real number,
+    but keep their support, such as those of a correlation.
+    """
+    density = searcher.density
+    shapes = {}
+    bounded = set()
+    for site, shape in searcher.movable_shapes.items():
+        if density.is_real(site):
+            shapes[site] = shape
+        elif _may_flip(searcher, site, shape):
+            shapes[site] = shape
+            bounded.add(site)
+    flips = _flips_of(searcher, shapes, []) if bounded else []
+    unexpressed = []
+    for flip in flips:
+        sites = sorted({place.site for place in flip.places})
+        outside = [site for site in sites if site in bounded]
+        if outside:
+            remark = (
+                f"the signs of {', '.join(sites)} flip, which no group here can "
+                f"express, as {outside[0]!r} can't take every real number"
+            )
+            unexpressed.append(Unexpressed(flip.generators, flip.places, remark))
+    return unexpressed
+
+
+def _may_flip(searcher: Searcher, site: str, shape: torch.Size) -> bool:
+    """Return whether some signs of a site keep it in its support."""
+    value = searcher.first_point[site]
+    places = [Place(site, dim) for dim, length in enumerate(shape) if length > 1]
+    change = SignChange(0 if places else None)
+    places = places or [Place(site, 0)]
+    return len(searcher.subsets_inside(change, site, places, value)) > 1
 
 
 def _position_signs(

@@ -14,6 +14,7 @@ positions apart that differ by their data.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +36,14 @@ from pyro_symmetric.discovery.model_permutations import (
     Factor,
     permutations_along,
     permuting_units,
+    position_classes,
+    rearranged,
 )
-from pyro_symmetric.discovery.model_signs import SignFlip, flipping_signs
+from pyro_symmetric.discovery.model_signs import (
+    SignFlip,
+    flipping_signs,
+    unexpressed_signs,
+)
 from pyro_symmetric.discovery.rotations import confirmed, may_rotate
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
@@ -46,13 +53,10 @@ from pyro_symmetric.discovery.symmetry import (
     named,
 )
 from pyro_symmetric.discovery.valid_sets import (
-    Cycle,
     Exchange,
     Place,
-    PlaceSet,
     Searcher,
-    SignChange,
-    SiteMove,
+    Unexpressed,
     axes_by_length,
     stacked,
 )
@@ -63,6 +67,7 @@ from pyro_symmetric.weights import Weights, drop_names, keep_names, pick, select
 
 PRIOR_DRAWS = 8  # at which the prior of a network is compared
 DATA_SETS = 3  # that are simulated if data are discrete
+ATTEMPTS = 3  # to simulate data
 
 
 _NO_CODE = (lambda: None).__code__
@@ -74,13 +79,13 @@ class Moves:
 
     :param factors: units that permute.
     :param flips: signs.
-    :param remarks: what holds but can't be expressed by a group.
+    :param unexpressed: what holds but can't be expressed by a group.
     :param notes: what else there is to say.
     """
 
     factors: list[Factor] = field(default_factory=list)
     flips: list[SignFlip] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    unexpressed: list[Unexpressed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,11 +120,12 @@ def find_model_symmetry(
     searcher = Searcher.of(density, movable)
     moves = _all_moves(searcher)
     dropped = Moves()
-    if not accidents and (moves.factors or moves.flips):
+    if not accidents and (moves.factors or moves.flips or moves.unexpressed):
         moves, dropped = _without_accidents(moves, searcher, model, args, kwargs)
     built = built_group(moves.factors, moves.flips, density.shapes)
     repaired = _repaired(built.group, density) if verify else Built(built.group, [])
-    remarks = [*moves.remarks, *built.remarks, *repaired.remarks]
+    remarks = [move.remark for move in moves.unexpressed]
+    remarks += [*built.remarks, *repaired.remarks]
     explanation = _explained(searcher, repaired.group, dropped)
     return Symmetry(
         repaired.group,
@@ -189,9 +195,10 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
 
 def _all_moves(searcher: Searcher) -> Moves:
     factors = permuting_units(searcher)
-    moves = Moves(factors, flipping_signs(searcher, factors))
-    moves.remarks += _whole_sites(searcher)
-    return moves
+    unexpressed = unexpressed_signs(searcher) + _whole_sites(searcher)
+    for count, candidates in axes_by_length(searcher.movable_shapes).items():
+        unexpressed += rearranged(searcher, count, candidates, factors)
+    return Moves(factors, flipping_signs(searcher, factors), unexpressed)
 
 
 # whole sites --------------------------------------------------------------------------
@@ -244,25 +251,37 @@ class _StackedDensity:
         return pick(result, self.density.shapes)
 
 
-def _whole_sites(searcher: Searcher) -> list[str]:
-    """Return advice on sites that a loop makes and that exchange as wholes."""
+def _on_stacks(searcher: Searcher, stacks: Mapping[str, Sequence[str]]) -> Searcher:
+    """Return a searcher that moves sites as wholes."""
+    density: Any = _StackedDensity(searcher.density, stacks)
+    points = density.stacked(searcher.points)
+    return Searcher(density, points, searcher.before, searcher.movable)
+
+
+def _whole_sites(searcher: Searcher) -> list[Unexpressed]:
+    """Return the sites that exchange as wholes, with advice."""
     families = _families(searcher)
-    remarks = []
+    wholes = []
     for count in sorted({len(sites) for sites in families.values()}):
         stacks = {s: sites for s, sites in families.items() if len(sites) == count}
-        density: Any = _StackedDensity(searcher.density, stacks)
-        points = density.stacked(searcher.points)
-        of_stacks = Searcher(density, points, searcher.before, searcher.movable)
+        of_stacks = _on_stacks(searcher, stacks)
         candidates = axes_by_length(searcher.movable_shapes).get(count, {})
-        candidates = keep_names(candidates, points)
+        candidates = keep_names(candidates, of_stacks.points)
         candidates |= {stack: [Place(stack, 0)] for stack in stacks}
-        for factor in permutations_along(of_stacks, count, candidates):
-            remarks += _advice(factor, stacks)
-    return remarks
+        factors = permutations_along(of_stacks, count, candidates)
+        for factor in factors:
+            wholes += _advice(factor, stacks)
+        for move in rearranged(of_stacks, count, candidates, factors):
+            names = [place.site for place in move.places if place.site in stacks]
+            sites = " and ".join(", ".join(stacks[name]) for name in sorted(names))
+            if names:
+                remark = f"of the sites {sites}, {move.remark}"
+                wholes.append(move._replace(remark=remark, stacks=stacks))
+    return wholes
 
 
-def _advice(factor: Factor, stacks: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a remark on the sites of loops among the places of a factor."""
+def _advice(factor: Factor, stacks: Mapping[str, Sequence[str]]) -> list[Unexpressed]:
+    """Return the sites of loops among the places of a factor, with advice."""
     moved = [place for place in sorted(factor.places) if place.site in stacks]
     if not moved:
         return []
@@ -274,25 +293,49 @@ def _advice(factor: Factor, stacks: Mapping[str, Sequence[str]]) -> list[str]:
     together = f", together with {', '.join(beside)}," if beside else ""
     names = [place.site.rstrip("_") or "site" for place in moved]
     lines = ", ".join(f"pyro.sample({name!r}, ...)" for name in names)
-    return [
+    remark = (
         f"the sites {' and '.join(exchanged)} exchange as wholes{together} which no "
         f"group here can express: sample them in one plate, with "
         f"pyro.plate('{names[0]}_plate', {len(factor.units)}): {lines}"
-    ]
+    )
+    return [Unexpressed(factor.generators, factor.places, remark, stacks)]
 
 
 def _families(searcher: Searcher) -> dict[str, list[str]]:
-    """Return sites of equal shape whose names differ by a number: common part of the
-    name -> sites.
+    """Return sites of equal shape and kind that may exchange: common part of the names
+    -> sites, if these differ by a number; of others, the first name -> sites.
     """
-    families = dict[tuple[str, Any], list[str]]()
+    numbered = dict[tuple[str, Any], list[str]]()
+    by_kind = dict[Any, list[str]]()
     for site, shape in searcher.movable_shapes.items():
+        fn = searcher.density.target.sites[site]
         match = re.fullmatch(r"(.*?)(\d+)", site)
         if match:
-            fn = searcher.density.target.sites[site]
             kind = (type(fn).__name__, tuple(shape))
-            families.setdefault((match[1], kind), []).append(site)
-    return {stem: sites for (stem, _), sites in families.items() if len(sites) > 1}
+            numbered.setdefault((match[1], kind), []).append(site)
+        else:
+            kind = (str(fn.support), tuple(shape))
+            by_kind.setdefault(kind, []).append(site)
+    families = {stem: sites for (stem, _), sites in numbered.items()}
+    for sites in by_kind.values():
+        families |= _similar_sites(searcher, sites)
+    return {stem: sites for stem, sites in families.items() if len(sites) > 1}
+
+
+def _similar_sites(searcher: Searcher, sites: Sequence[str]) -> dict[str, list[str]]:
+    """Return the sites that the density with one odd site can't tell apart: the first
+    name -> sites.
+    """
+    if len(sites) < 2:
+        return {}
+    first = sites[0]
+    place = Place(first, 0)
+    of_stacks = _on_stacks(searcher, {first: sites})
+    classes = position_classes(of_stacks, len(sites), {first: [place]})
+    families = dict[int, list[str]]()
+    for site, label in zip(sites, classes.get(place, [0] * len(sites)), strict=True):
+        families.setdefault(label, []).append(site)
+    return {members[0]: members for members in families.values()}
 
 
 # accidents of the data ----------------------------------------------------------------
@@ -309,9 +352,12 @@ def _without_accidents(
 
     If the model can't simulate data, all are kept, with a note.
     """
-    try:
-        searchers = _of_simulated_data(searcher, model, args, kwargs)
-    except Exception:  # a distribution without a sampler, of Pyro's or the user's
+    for _ in range(ATTEMPTS):  # the density of some simulated data is too rough
+        # any other error is of a distribution without a sampler
+        with contextlib.suppress(Exception):
+            searchers = _of_simulated_data(searcher, model, args, kwargs)
+            break
+    else:
         moves.notes.append(
             "the model can't simulate data, so that moves may hold by accident of the "
             "data"
@@ -325,7 +371,7 @@ def _without_accidents(
     chosen = Moves(
         [factor for factor in candidates.factors if next(holds)],
         [flip for flip in candidates.flips if next(holds)],
-        moves.remarks,
+        [move for move in candidates.unexpressed if next(holds)],
         moves.notes,
     )
     dropped = Moves(
@@ -353,24 +399,18 @@ def _of_simulated_data(
 
 
 def _hold(searcher: Searcher, moves: Moves) -> list[bool]:
-    """Return for each factor, then for each flip, whether its generators hold."""
+    """Return for each factor, flip, and move that no group expresses, in this order,
+    whether its generators hold.
+    """
     results = []
-    for factor in moves.factors:
-        first, second = factor.units[:2]
-        exchange = Exchange(first, second, factor.length)
-        cycle = Cycle(factor.units, factor.length)
-        results.append(_all_hold(searcher, [exchange, cycle], factor.places))
-    for flip in moves.flips:
-        flipped = [SignChange(p) for p in flip.positions]
-        flipped = flipped or [SignChange(None)]
-        results.append(_all_hold(searcher, flipped, flip.places))
+    expressible: list[Factor | SignFlip] = [*moves.factors, *moves.flips]
+    for expressed in expressible:
+        holds = searcher.holds([(g, expressed.places) for g in expressed.generators])
+        results.append(all(holds))
+    for move in moves.unexpressed:
+        search = _on_stacks(searcher, move.stacks) if move.stacks else searcher
+        results.append(all(search.holds([(g, move.places) for g in move.generators])))
     return results
-
-
-def _all_hold(
-    searcher: Searcher, generators: Sequence[SiteMove], places: PlaceSet
-) -> bool:
-    return all(searcher.holds([(generator, places) for generator in generators]))
 
 
 def _repaired(group: Group, density: ModelDensity) -> Built:

@@ -114,6 +114,22 @@ class Cycle:
 
 
 @dataclass(frozen=True)
+class Rearrangement:
+    """A new order of all units.
+
+    :param sources: for each unit, the one whose entries it receives.
+    """
+
+    sources: tuple[int, ...]
+
+    def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
+        count = len(self.sources)
+        for place in places:
+            value = place.received(value, count, [*range(count)], self.sources)
+        return value
+
+
+@dataclass(frozen=True)
 class SignChange:
     """The change of sign of one unit, or of whole sites if ``position`` is ``None``."""
 
@@ -129,6 +145,20 @@ class SignChange:
             following = value.dim() - place.dim - 1
             value = value * signs.reshape(-1, *[1] * following)
         return value
+
+
+class Unexpressed(NamedTuple):
+    """Moves that leave the density unchanged, which no group here can express.
+
+    :param generators: the moves, along ``places``.
+    :param remark: what they move, in one sentence.
+    :param stacks: sites that move as wholes, and are one site here: name -> sites.
+    """
+
+    generators: tuple[SiteMove, ...]
+    places: PlaceSet
+    remark: str
+    stacks: Mapping[str, Sequence[str]] = {}
 
 
 class Trial(NamedTuple):
@@ -222,7 +252,7 @@ class Searcher:
         """
         point = self.first_point
         subsets = {
-            site: self._subsets_inside(involution, site, candidates[site], point[site])
+            site: self.subsets_inside(involution, site, candidates[site], point[site])
             for site in candidates
         }
         fixed = {
@@ -254,7 +284,7 @@ class Searcher:
             checks.append(_PairChecks(columns, annihilator(np.array(rows, int))))
         return checks
 
-    def _subsets_inside(
+    def subsets_inside(
         self, involution: SiteMove, site: str, places: Sequence[Place], value: Tensor
     ) -> list[tuple[Place, ...]]:
         """Return the subsets of a site's places that keep it in its support."""
