@@ -594,6 +594,13 @@ def require_model(model: Any) -> None:
         )
 
 
+def title_of(model: Any) -> str:
+    """Return the name of a model, also inside partials."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    return getattr(model, "__name__", type(model).__name__)
+
+
 def require_call(
     model: Any, args: Sequence[Any], kwargs: Keywords, name: str = "model"
 ) -> None:
@@ -610,9 +617,8 @@ def require_call(
     except TypeError as error:
         network = is_module and not isinstance(model, PyroModule)
         hint = "; make a model of a network by ps.BayesianModel(net)" * network
-        title = getattr(model, "__name__", type(model).__name__)
         raise TypeError(
-            f"{name} {title} takes {signature}, and was called with "
+            f"{name} {title_of(model)} takes {signature}, and was called with "
             f"{described_call(args, kwargs)}: {error}{hint}"
         ) from None
 
@@ -624,9 +630,8 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Keywords) -> Iterator[No
         yield
     except Exception as error:
         kind = "module" if isinstance(model, nn.Module) else "model"
-        name = getattr(model, "__name__", type(model).__name__)
         error.add_note(
-            f"This came from the {kind} {name}, called with "
+            f"This came from the {kind} {title_of(model)}, called with "
             f"{described_call(args, kwargs)}."
         )
         raise

@@ -60,7 +60,8 @@ class UnitDivergences:
     def __repr__(self) -> str:
         units = torch.cat(self.nats)
         live = units[units >= AT_PRIOR]
-        line = f"{self.at_prior} of {len(units)} units are at the prior"
+        verb = "is" if self.at_prior == 1 else "are"
+        line = f"{self.at_prior} of {len(units)} units {verb} at the prior"
         if len(live):
             line += f", the others {float(live.mean()):.3g} nats from it"
         line += f"; log n = {math.log(max(map(len, self.nats))):.1f}"

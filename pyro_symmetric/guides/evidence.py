@@ -48,7 +48,11 @@ from pyro_symmetric.distributions.rotations import SURE_UNITS, rotation_remarks
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.collapse import UnitDivergences, unit_divergences
-from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
+from pyro_symmetric.guides.gaussian import (
+    AutoGaussian,
+    plain_posterior,
+    require_spread,
+)
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint as joint_of
 from pyro_symmetric.posterior.posterior import Posterior
@@ -72,6 +76,7 @@ FEW_DRAWS = 25
 # infinite
 HEAVY_TAIL = 0.45
 WIDENED_TO = 0.75  # Pareto shape, up to which errors grow with it
+TRAIN = "train the guide for longer, take a richer one, or add chains by posterior="
 LARGEST_ERROR = 20.0  # nats; larger standard errors are reported as infinite
 
 
@@ -145,6 +150,19 @@ class Evidence:
         """
         return self.bridge or self.importance
 
+    @property
+    def _bridge_stands(self) -> bool:
+        """True if importance sampling alone is in doubt."""
+        about = [doubt.startswith("importance sampling") for doubt in self.doubts]
+        return self.bridge is not None and all(about)
+
+    def _error_of(self, estimate: EvidenceEstimate) -> float:
+        """Return the standard error; NaN if it is in doubt."""
+        is_known = not self.doubts
+        if estimate is self.bridge:
+            is_known = self._bridge_stands
+        return estimate.error if is_known else math.nan
+
     def _repr_html_(self) -> str:
         estimates = {"importance sampling": self.importance}
         if self.bridge:
@@ -154,7 +172,7 @@ class Evidence:
             "symmetrised ELBO": (self.symmetrized_elbo, self.symmetrized_error),
         }
         numbers |= {
-            name: (estimate.log_evidence, math.nan if self.doubts else estimate.error)
+            name: (estimate.log_evidence, self._error_of(estimate))
             for name, estimate in estimates.items()
         }
         rows = [
@@ -181,7 +199,8 @@ class Evidence:
             ("bridge", self.bridge, ""),
         ):
             if estimate:
-                error = "" if self.doubts else f" ± {estimate.error:.2g}"
+                nats = self._error_of(estimate)
+                error = "" if math.isnan(nats) else f" ± {nats:.2g}"
                 draws = f"{estimate.effective_draws:.0f} effective of {estimate.num_draws} draws{suffix}"
                 lines.append(
                     f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, "
@@ -191,16 +210,13 @@ class Evidence:
         if self.units:
             lines.append(f"  {self.units}")
         if self.doubts:
-            return "\n".join(
-                [
-                    *lines,
-                    "  in doubt, so that no error is known:",
-                    *(f"  ! {d}" for d in self.doubts),
-                ]
-            )
-        return "\n".join(
-            [*lines, "  95 % interval: {:.2f} to {:.2f}".format(*self.best.interval())]
-        )
+            subject = "importance sampling is " * self._bridge_stands
+            lines.append(f"  {subject}in doubt, so that no error is known:")
+            lines += [f"  ! {doubt}" for doubt in self.doubts]
+        if not self.doubts or self._bridge_stands:
+            ends = "{:.2f} to {:.2f}".format(*self.best.interval())
+            lines.append(f"  95 % interval: {ends}")
+        return "\n".join(lines)
 
 
 def evidence(
@@ -381,7 +397,8 @@ def evidence(
                 else 1.0
             )
     apart = float(at_chains.mean()) - mean if bridged else 0.0
-    doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat, apart)
+    told = (open_nats, bridged, r_hat, apart, _advice(guide, posterior))
+    doubts = doubts_of(weighted, k, slow, mean, *told)
     if getattr(guide, "at_least", False):
         doubts += ("symmetry: it says at least, and copies that it misses count less",)
     rotating = [group[name].size for name in group.names("rotate")]
@@ -435,6 +452,15 @@ def _of_guide(guide: Any, posterior: Posterior | None) -> Any:
     return symmetry
 
 
+def _advice(guide: AutoGuide, posterior: Posterior | None) -> str:
+    """Return what would help importance sampling, and hasn't been done yet."""
+    if posterior is not None:
+        return "bridge sampling needs no large weights; a richer guide helps both"
+    if isinstance(getattr(guide, "plain", guide), AutoGaussian):  # fitted, not trained
+        return "fit the guide to more draws, or add chains by posterior="
+    return TRAIN
+
+
 def doubts_of(
     weighted: EvidenceEstimate,
     k: float,
@@ -444,6 +470,7 @@ def doubts_of(
     bridged: EvidenceEstimate | None = None,
     r_hat: float = 1.0,
     apart: float = 0.0,
+    advice: str = TRAIN,
 ) -> tuple[str, ...]:
     """Return the diagnostics that the estimates by importance sampling, ``weighted``,
     and by the bridge fail.
@@ -452,7 +479,8 @@ def doubts_of(
     is then too small:
     :func:`slow_tail` looks at more of them, and log-normal weights whose log-mean lies
     ``above`` the ELBO, the mean of their logarithms, are worth ``exp(-2 above)`` of a
-    draw each. Importance sampling in doubt should be too low. The log-ratios of two
+    draw each. ``advice`` says what would help. Importance sampling in doubt should be
+    too low. The log-ratios of two
     normals whose means are ``d`` deviations apart differ by ``d**2``, ``apart``, and
     the share ``exp(-apart / 8)`` of their draws overlaps.
     """
@@ -483,8 +511,7 @@ def doubts_of(
     }
     missing = (
         "the largest weights may be missing, and the estimate too low: "
-        f"{', '.join(reason for reason, wrong in reasons.items() if wrong)}; train the "
-        "guide for longer, take a richer one, or add chains by posterior="
+        f"{', '.join(reason for reason, wrong in reasons.items() if wrong)}; {advice}"
     )
     checks = [
         (any(reasons.values()), f"importance sampling: {missing}"),
@@ -500,18 +527,16 @@ def doubts_of(
             math.hypot(weighted.error, bridged.error),
         )
         difference = difference if checks[0][0] or open_nats else abs(difference)
-        mixing = (
-            f"R-hat is {r_hat:.2f}, of {bridged.effective_draws:.0f} effective draws"
-        )
-        unreliable = (
-            r_hat > 1.05 or bridged.effective_draws < FEW_DRAWS or bridged.error > 0.5
-        )
+        unreliable = {
+            f"R-hat is {r_hat:.2f}": r_hat > 1.05,
+            "too few draws": bridged.effective_draws < FEW_DRAWS,
+            f"the error is {bridged.error:.2g} nats": bridged.error > 0.5,
+        }
+        unsure = [reason for reason, wrong in unreliable.items() if wrong]
+        count_shown = f"by {bridged.effective_draws:.0f} effective draws"
         differs = f"it differs from importance sampling by {abs(difference):.2f} nats"
         checks += [
-            (
-                unreliable,
-                f"bridge sampling: {mixing}, with an error of {bridged.error:.2g} nats",
-            ),
+            (bool(unsure), f"bridge sampling: {', '.join(unsure)}, {count_shown}"),
             (difference > 3 * error, f"bridge sampling: {differs}"),
             (
                 weighted.num_draws * math.exp(-max(apart, 0.0) / 8) < 50,

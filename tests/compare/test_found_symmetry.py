@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from pyro_symmetric.compare.diagnosis import agree_modulo_symmetry
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 X = torch.cat([torch.randn(20) - 6, torch.randn(20), torch.randn(20) + 6])
 
@@ -293,8 +294,7 @@ def test_a_run_warns_of_chains_that_disagree_modulo_the_symmetry_only(switching)
         seed=0,
         progress=False,
     )
-    drawn = posterior.samples["w"]
-    torch.testing.assert_close(drawn.mean(1), start["w"], atol=0.2, rtol=0)
+    assert chain_statistics(posterior.samples["w"]).r_hat > 1.3
     assert agree_modulo_symmetry(switching)
     shifts = torch.tensor([0.0, 0, 0, 0.5, 0.5, 0.5]).view(6, 1, 1)
     shifted = {"locs": switching.samples["locs"] + shifts}

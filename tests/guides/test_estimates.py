@@ -1,6 +1,7 @@
 """The evidence of models whose evidence is known: every method, and what it doubts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -10,7 +11,7 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 
 import pyro_symmetric as ps
-from pyro_symmetric.guides.evidence import evidence
+from pyro_symmetric.guides.evidence import EvidenceEstimate, doubts_of, evidence
 
 from .conjugate import DATA, exact_draws, log_evidence, mixture, relabellings
 
@@ -380,3 +381,41 @@ def test_a_bridge_between_sets_that_do_not_overlap_is_doubted(
 def test_a_gaussian_of_a_single_draw_is_refused() -> None:
     with pytest.raises(ValueError, match="one draw, which has no covariance"):
         ps.guides.fit_gaussian(exact_draws(2, (1, 1)), relabellings(2))
+
+
+def test_doubts_advise_what_is_left_to_do_and_leave_the_bridge_its_error() -> None:
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = normal_guide(torch.tensor([-30.0, 33.0]), torch.ones(2))
+
+    def density(weights: Any) -> torch.Tensor:
+        ordered = weights["w"].sort(-1).values
+        return dist.Normal(torch.tensor([-30.0, 30.0]), 1.0).log_prob(ordered).sum(-1)
+
+    torch.manual_seed(0)
+    options = dict(log_joint=density, symmetry=group, num_samples=500)
+    (alone,) = evidence(guide, **options).doubts  # type: ignore[arg-type]
+    assert alone.endswith("; fit the guide to more draws, or add chains by posterior=")
+    near = torch.tensor([-30.0, 31.0]) + torch.randn(1, 500, 2)
+    draws = ps.Posterior({"w": near}, kind="independent")
+    found = evidence(guide, posterior=draws, **options)  # type: ignore[arg-type]
+    estimate = EvidenceEstimate(-5.0, 0.1, 100, 80.0)
+    doubts = found.doubts[:1]
+    assert "posterior=" not in doubts[0]
+    assert "train" not in doubts[0]
+    bridged = replace(found, doubts=doubts, bridge=estimate)
+    assert "bridge sampling     ≈ -5 ± 0.1" in repr(bridged)
+    assert "importance sampling is in doubt" in repr(bridged)
+    assert repr(bridged).endswith("95 % interval: -5.20 to -4.80")
+    assert "0.1</td>" in bridged._repr_html_()
+    doubted = repr(replace(bridged, doubts=(*doubts, "symmetry: it says at least")))
+    assert "±" not in doubted.splitlines()[4]
+    assert "interval" not in doubted
+    few = EvidenceEstimate(-5.0, 0.1, 100, 8.0)
+    good = EvidenceEstimate(-5.0, 0.01, 512, 400.0)
+    (doubt,) = doubts_of(good, 0.2, 0.1, -5.1, bridged=few, r_hat=0.99)
+    assert doubt == "bridge sampling: too few draws, by 8 effective draws"
+
+
+def test_a_model_whose_data_are_missing_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model model takes \(data.*no arguments"):
+        evidence(ps.AutoSymmetrized(mixture(2)).setup(DATA))
