@@ -12,6 +12,8 @@ the rest.
 >>> mcmc.get_samples()["mean"].shape
 torch.Size([200])
 
+Other names of ``pyro.infer``, such as ``Predictive`` and ``SVI``, are Pyro's own.
+
 :class:`MCMC` runs all chains in one batch by :func:`~pyro_symmetric.sample`. The
 kernels are this library's, with Pyro's names of arguments and defaults of their own:
 ``target_accept_prob`` is 0.9, and the times of ``HMC``'s trajectories are uniform with
@@ -26,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from torch.distributions import biject_to
@@ -46,6 +49,14 @@ from pyro_symmetric.weights import (
 )
 
 __all__ = ["HMC", "MCMC", "NUTS"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return Pyro's object of a name that has no counterpart here."""
+    if name in pyro.infer.__all__:
+        return getattr(pyro.infer, name)
+    raise AttributeError(f"neither {__name__} nor pyro.infer has {name!r}")
+
 
 # of ``sample``, and the names here; what isn't among its options belongs to ``run``
 GUESSES = {"num_warmup": "warmup_steps", "progress": "disable_progbar"}

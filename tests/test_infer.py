@@ -322,3 +322,18 @@ def test_hooks_are_called_as_by_pyro(chains):
         else {"Sample [0]", "Sample [1]"} <= {stage for stage, *_ in seen["ours"]}
     )
     assert posterior.num_samples == 3
+
+
+def test_other_names_of_pyro_are_its_own():
+    from pyro_symmetric.infer import SVI, Predictive, Trace_ELBO
+
+    assert Predictive is pyro.infer.Predictive
+    assert (SVI, Trace_ELBO) == (pyro.infer.SVI, pyro.infer.Trace_ELBO)
+    with pytest.raises(AttributeError, match="has 'Predict'"):
+        _ = ps.infer.Predict
+
+
+def test_predictions_of_pyros_guides_name_the_call_that_draws_from_them():
+    guide = pyro.infer.autoguide.AutoNormal(conjugate)
+    with pytest.raises(TypeError, match=r"ps\.guides\.sample_posterior\(guide"):
+        ps.predict(guide, conjugate, torch.zeros(3))

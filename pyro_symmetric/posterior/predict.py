@@ -78,8 +78,8 @@ def predict(
     torch.Size([400, 7, 3])
 
     :param posterior: a ``Posterior``, taken chain after chain; weights, whose batch
-        shape the result keeps; or a guide of this library (for others, pass
-        ``sample_posterior(guide, (100,))``). Running statistics in the draws replace
+        shape the result keeps; or a guide of this library (of others, pass
+        ``ps.guides.sample_posterior(guide, (100,))``). Running statistics in the draws replace
         those of the network.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the
         sites; or any Pyro model.
@@ -114,7 +114,10 @@ def predict(
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
     arguments.weights(
-        "posterior", weights, "a Posterior, or a guide with sample_posterior"
+        "posterior",
+        weights,
+        "a Posterior, or a guide of this library; of another guide pass "
+        "ps.guides.sample_posterior(guide, (100,))",
     )
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
