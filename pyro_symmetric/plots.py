@@ -18,8 +18,16 @@ def axes_or_new(ax: Any, columns: int = 1, rows: int = 0) -> Any:
     """Return axes, or those of a new figure if there are none.
 
     :param rows: the number of lines of text beside the axes.
+    :raises TypeError: if there are others than axes.
     """
     if ax is not None:
+        found = [ax] if columns == 1 else ax
+        if not isinstance(found, Iterable) or not all(map(_is_axes, found)):
+            wanted = "axes" if columns == 1 else f"a sequence of {columns} axes"
+            raise TypeError(
+                f"ax is a {type(ax).__name__}; it must be {wanted} of matplotlib, or "
+                "None for new ones"
+            )
         return ax
     try:
         from matplotlib import pyplot
@@ -27,6 +35,10 @@ def axes_or_new(ax: Any, columns: int = 1, rows: int = 0) -> Any:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     size = (3 + 3 * columns, max(3.5, 1 + 0.25 * rows))
     return pyplot.subplots(1, columns, figsize=size, layout="constrained")[1]
+
+
+def _is_axes(value: Any) -> bool:
+    return hasattr(value, "transData")
 
 
 def curves(

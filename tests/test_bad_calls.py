@@ -35,6 +35,11 @@ EXCHANGES = ps.Group.declare(
 PROBABILITIES = torch.full((4, 6, 2), 0.5)
 
 
+def unnamed_plate() -> None:
+    with pyro.plate(3):
+        pyro.sample("w", pyro.distributions.Normal(0.0, 1.0))
+
+
 def weights(*batch: int) -> dict[str, torch.Tensor]:
     return {
         site: torch.randn(*batch, *shape) for site, shape in GROUP.site_shapes.items()
@@ -452,6 +457,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "evidence of a stock guide": (
         lambda: ps.evidence(AutoDiagonalNormal(MODEL), X, Y),
         ("AutoDiagonalNormal", "AutoSymmetrized(model, base=guide)"),
+    ),
+    "an alignment without a symmetry": (
+        lambda: ps.align(NET, NET),
+        ("symmetry is None", "find_symmetry(net, x)"),
+    ),
+    "a plate without a name": (
+        lambda: ps.find_symmetry(unnamed_plate),
+        ("called 3", "pyro.plate('rows', 3)"),
     ),
     "hidden sites": (
         lambda: ps.sample(pyro.poutine.block(mixture_of, hide=["z"]), X[:, 0]),

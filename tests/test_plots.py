@@ -160,3 +160,15 @@ def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="pip install matplotlib"):
         CURVE.plot()
     assert math.isfinite(CURVE.barrier)
+
+
+def test_curves_have_labels_and_only_axes_are_drawn_into() -> None:
+    axes = CURVE.plot(label="before")
+    CURVE.plot(axes, label="after")
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["before train", "before test", "after train", "after test"]
+    for ax in (SYMMETRY, axes, [SYMMETRY, axes]):
+        with pytest.raises(TypeError, match=r"ax is a .* 2 axes of matplotlib"):
+            chains().plot("s", ax)
+    with pytest.raises(TypeError, match="ax is a Symmetry; it must be axes"):
+        CURVE.plot(SYMMETRY)

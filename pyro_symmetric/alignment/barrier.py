@@ -99,9 +99,14 @@ class BarrierCurve:
             "barriers": self.barriers,
         }
 
-    def plot(self, ax: Any = None) -> Any:
-        """Plot the losses along the path; return the axes."""
-        lines = {name: (self.t, loss) for name, loss in self.losses.items()}
+    def plot(self, ax: Any = None, label: str = "") -> Any:
+        """Plot the losses along the path; return the axes.
+
+        :param label: of the curve, in front of the names of its losses.
+        """
+        lines = {}
+        for name, loss in self.losses.items():
+            lines[f"{label} {name}".strip()] = (self.t, loss)
         xlabel = "position on the path t"
         return plots.curves(ax, lines, xlabel, "loss (nats per row)", marker=".")
 

@@ -145,7 +145,7 @@ def _mean(number: Any) -> float:
 def align(
     source: Any,
     reference: Any,
-    symmetry: Any,
+    symmetry: Any = None,
     cost: str = "wasserstein",
     *,
     activations: Sequence[Any] | None = None,

@@ -108,6 +108,13 @@ def require_declared_axes(sites: Iterable[Any]) -> None:
     """Raise ``ValueError`` that names a site whose values count more often than its
     plates say, because they are broadcast along other axes."""
     for site in filter(is_scored, sites):
+        for frame in site["cond_indep_stack"]:
+            if not isinstance(frame.name, str):
+                raise ValueError(
+                    f"a plate around the site {site['name']!r} is called "
+                    f"{frame.name!r} and has no size; write pyro.plate('rows', "
+                    f"{frame.name!r}), its name first"
+                )
         _require_event_axes(site)
         axes = _axes(site)
         if axes is None or not axes.miscounted():
