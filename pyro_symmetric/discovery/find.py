@@ -374,6 +374,9 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
         if len(atoms) == 1 or (colours != colours[:1]).any():
             pinned_by[cells.unit[atoms]] = number
     for leaf in flow.leaves.values():
+        if not leaf.value.shape:
+            reason = "a single number has no axis"
+            axes.append(AxisExplanation(leaf.site, 0, 1, 0, (), reason))
         for part in leaf.value.parts:
             dim = _own_axis(leaf, part)
             atoms = np.unique(part.atoms)

@@ -248,3 +248,17 @@ def test_a_multiplier_that_no_group_holds_is_left_out_after_few_attempts(
         == {one.name for one in sets}
     )
     assert len(attempts) < 20
+
+
+def test_a_parameter_that_is_a_single_number_is_explained() -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.layer = nn.Parameter(torch.tensor(1.5)), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gain * self.layer(x)
+
+    symmetry = find_symmetry(Gain(), torch.randn(5, 2))
+    line = "gain[0]: all 1 stay; a single number has no axis"
+    assert str(symmetry.explain("gain")) == line
