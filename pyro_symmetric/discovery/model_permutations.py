@@ -13,7 +13,6 @@ from torch import Tensor
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms
 from pyro_symmetric.discovery.valid_sets import (
     Candidates,
-    Cycle,
     Exchange,
     Place,
     PlaceSet,
@@ -51,7 +50,7 @@ class Factor(NamedTuple):
     def generators(self) -> tuple[SiteMove, ...]:
         """An exchange and a cycle, of which all permutations are products."""
         exchange = Exchange(self.units[0], self.units[1], self.length)
-        return exchange, Cycle(self.units, self.length)
+        return exchange, Rearrangement.cycle(self.units, self.length)
 
 
 def permuting_units(searcher: Searcher) -> list[Factor]:
@@ -74,7 +73,7 @@ def permutations_along(
     factors = []
     for places in searcher.valid_sets(Exchange(0, 1, count), candidates):
         units = tuple(range(count))
-        if all(searcher.holds([(Cycle(units, count), places)])):
+        if all(searcher.holds([(Rearrangement.cycle(units, count), places)])):
             factors.append(Factor(units, places, count))
     settled = {place for factor in factors for place in factor.places}
     remaining = {}

@@ -322,15 +322,33 @@ def _families(searcher: Searcher) -> dict[str, list[str]]:
     return {stem: sites for stem, sites in families.items() if len(sites) > 1}
 
 
+def _level_point(searcher: Searcher) -> Weights:
+    """Return a point at which each site has equal entries, and those of a support have
+    the same, where that lies in the support.
+    """
+    values = dict[str, Tensor]()
+    point = dict[str, Tensor]()
+    for site, value in searcher.first_point.items():
+        support = str(searcher.density.target.sites[site].support)
+        level = values.setdefault(f"{support} {value.shape}", value).mean()
+        level = level.expand_as(value)
+        inside = searcher.density.site_inside(site, level[None])
+        point[site] = level if inside else value
+    return point
+
+
 def _similar_sites(searcher: Searcher, sites: Sequence[str]) -> dict[str, list[str]]:
-    """Return the sites that the density with one odd site can't tell apart: the first
-    name -> sites.
+    """Return the sites that the density with one odd site can't tell apart, at a level
+    point: the first name -> sites.
     """
     if len(sites) < 2:
         return {}
     first = sites[0]
     place = Place(first, 0)
-    of_stacks = _on_stacks(searcher, {first: sites})
+    between = searcher.point(len(searcher.before.values) // 2)
+    odd = {**_level_point(searcher), first: between[first]}
+    at_odd = replace(searcher, points=stacked([odd]))
+    of_stacks = _on_stacks(at_odd, {first: sites})
     classes = position_classes(of_stacks, len(sites), {first: [place]})
     families = dict[int, list[str]]()
     for site, label in zip(sites, classes.get(place, [0] * len(sites)), strict=True):
@@ -408,7 +426,7 @@ def _hold(searcher: Searcher, moves: Moves) -> list[bool]:
         holds = searcher.holds([(g, expressed.places) for g in expressed.generators])
         results.append(all(holds))
     for move in moves.unexpressed:
-        search = _on_stacks(searcher, move.stacks) if move.stacks else searcher
+        search = _on_stacks(searcher, move.stacks)
         results.append(all(search.holds([(g, move.places) for g in move.generators])))
     return results
 

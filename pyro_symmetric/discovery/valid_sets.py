@@ -100,20 +100,6 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Cycle:
-    """A cycle of some of ``count`` units."""
-
-    units: tuple[int, ...]
-    count: int
-
-    def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
-        receivers = [*self.units[-1:], *self.units[:-1]]
-        for place in places:
-            value = place.received(value, self.count, receivers, self.units)
-        return value
-
-
-@dataclass(frozen=True)
 class Rearrangement:
     """A new order of all units.
 
@@ -121,6 +107,14 @@ class Rearrangement:
     """
 
     sources: tuple[int, ...]
+
+    @classmethod
+    def cycle(cls, units: Sequence[int], count: int) -> Rearrangement:
+        """Return a cycle of some of ``count`` units."""
+        sources = [*range(count)]
+        for receiver, source in itertools.pairwise([*units, units[0]]):
+            sources[receiver] = source
+        return cls((*sources,))
 
     def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
         count = len(self.sources)

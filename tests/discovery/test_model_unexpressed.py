@@ -227,6 +227,27 @@ def scalars() -> None:
     observe(torch.stack([a * c.sqrt() + b * d.sqrt()]))
 
 
+def components() -> None:
+    mean_left = pyro.sample("mean_left", dist.Normal(0.0, 1.0))
+    mean_right = pyro.sample("mean_right", dist.Normal(0.0, 1.0))
+    scale_left = pyro.sample("scale_left", dist.LogNormal(0.0, 1.0))
+    scale_right = pyro.sample("scale_right", dist.LogNormal(0.0, 1.0))
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
+    locs = torch.stack([mean_left, mean_right], -1)
+    scales = torch.stack([scale_left, scale_right], -1)
+    with pyro.plate("rows", len(X)):
+        parts = dist.Normal(locs, scales)
+        fn = dist.MixtureSameFamily(dist.Categorical(weights), parts)
+        pyro.sample("x", fn, obs=X)
+
+
+def test_sites_of_several_kinds_that_exchange_together_are_said():
+    symmetry = ps.find_symmetry(components)
+    assert symmetry.at_least
+    sites = "mean_left, mean_right and scale_left, scale_right exchange as wholes"
+    assert f"{sites}, together with weights[0]," in str(symmetry)
+
+
 def uneven_sides() -> None:
     left, right = (pyro.sample(n, dist.LogNormal(0.0, 1.0)) for n in ("l", "r"))
     observe(torch.stack([left + 2 * right]))
