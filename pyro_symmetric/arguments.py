@@ -205,6 +205,23 @@ def described(value: Any) -> str:
     )
 
 
+def holding_nan(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return the end of a message that names arguments with NaN; empty if none has."""
+    try:
+        call = getattr(function, "forward", function)  # of a module
+        bound = inspect.signature(call).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # of a builtin, say
+        bound = dict(kwargs)
+    names = []
+    for name, value in bound.items():
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            names.append(repr(name))
+    verb = "holds" if len(names) == 1 else "hold"
+    return f"; {' and '.join(names)} {verb} NaN" if names else ""
+
+
 def did_you_mean(found: Any, names: Iterable[str]) -> str:
     """Suggest the known name most similar to an unknown one, as the end of a message;
     empty if none is similar.

@@ -466,6 +466,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ps.find_symmetry(unnamed_plate),
         ("called 3", "pyro.plate('rows', 3)"),
     ),
+    "data that are NaN": (
+        lambda: ps.sample(mixture_of, X[:, 0] * NAN, num_warmup=2, progress=False),
+        ("no start", "'data' holds NaN"),
+    ),
+    "data of a symmetry that are NaN": (
+        lambda: ps.find_symmetry(mixture_of, X[:, 0] * NAN),
+        ("isn't finite", "'data' holds NaN"),
+    ),
+    "a guide of a network that is no model": (
+        lambda: ps.AutoSymmetrized(NET).setup(X),
+        ("Sequential", "BayesianModel(net)"),
+    ),
     "hidden sites": (
         lambda: ps.sample(pyro.poutine.block(mixture_of, hide=["z"]), X[:, 0]),
         ("['z']", "poutine.block"),

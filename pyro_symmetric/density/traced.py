@@ -45,6 +45,7 @@ from pyro_symmetric.arguments import (
     as_tensor,
     described,
     described_call,
+    holding_nan,
 )
 from pyro_symmetric.density.enumeration import (
     Enumeration,
@@ -632,7 +633,7 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Keywords) -> Iterator[No
         kind = "module" if isinstance(model, nn.Module) else "model"
         error.add_note(
             f"This came from the {kind} {title_of(model)}, called with "
-            f"{described_call(args, kwargs)}."
+            f"{described_call(args, kwargs)}{holding_nan(model, args, kwargs)}."
         )
         raise
 

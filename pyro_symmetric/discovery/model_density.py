@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from tqdm import tqdm
 
-from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor
+from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor, holding_nan
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
 from pyro_symmetric.groups.units import Element
@@ -134,9 +134,11 @@ class ModelDensity:
             n for r in range(1, self.points + 1) for n in (rank == r).nonzero()[:, 0]
         ]
         if not order:
+            target = self.target
+            nan = holding_nan(target.model, target.args, target.kwargs)
             raise InconclusiveError(
                 "the model's density isn't finite at any point that was tried, so that "
-                "no symmetry can be told"
+                f"no symmetry can be told{nan}"
             )
         chosen = torch.stack(order)
         generic = select_rows(points, chosen)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import Names, described
-from pyro_symmetric.density.traced import ContinuousStart, require_model
+from pyro_symmetric.density.traced import ContinuousStart, require_model, title_of
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -171,7 +171,15 @@ class AutoSymmetrized(WeightsGuide):
             # stock guides lose theirs when they are pickled
             self.base._model = self._model
             self.base._prototype_hide_fn = hidden_from_guides
-            self.base._setup_prototype(*args, **kwargs)
+            try:
+                self.base._setup_prototype(*args, **kwargs)
+            except RuntimeError as error:
+                if "no latent variables" not in str(error):
+                    raise
+                raise ValueError(
+                    f"model {title_of(self._raw_model[0])} has no latent sites; make "
+                    "a model of a network by ps.BayesianModel(net)"
+                ) from None
         self._adopt(self.base)
         self.base.prototype_trace = self.prototype_trace  # which holds no data
         try:

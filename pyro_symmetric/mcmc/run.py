@@ -754,13 +754,15 @@ def starting_points(
         if not bad.any():
             break
         if tries == max_tries:
+            target = density.target
+            nan = arguments.holding_nan(target.model, target.args, target.kwargs)
             raise ValueError(
                 f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found "
                 "no start with finite energy "
                 f"and gradient in {tries} draws. Check that all data, masked rows "
                 "included, are finite and in the "
                 "supports of their distributions; if they are, pass initial= weights "
-                "where the density is finite"
+                f"where the density is finite{nan}"
             )
         z[bad] = _draw_starts(density, int(bad.sum()), initial, generator)
     _warn_of_flat_entries(density, z)
