@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,11 +17,13 @@ from pyro_symmetric.discovery.valid_sets import (
     PlaceSet,
     Searcher,
     SignChange,
+    SignPair,
     Unexpressed,
     axes_by_length,
 )
 from pyro_symmetric.weights import Shapes
 
+MOST_JOINT = 8  # positions of an axis, pairs of whose signs are searched
 TRIED_SIGNS = 64  # positions of an axis, from the first on, whose signs are searched
 
 
@@ -96,6 +99,26 @@ def unexpressed_signs(searcher: Searcher) -> list[Unexpressed]:
             )
             unexpressed.append(Unexpressed(flip.generators, flip.places, remark))
     return unexpressed
+
+
+def joint_signs(searcher: Searcher, flips: Sequence[SignFlip]) -> list[Unexpressed]:
+    """Return pairs of positions of a site whose signs flip together only."""
+    settled = {place for flip in flips if flip.positions for place in flip.places}
+    moves = []
+    for site, shape in searcher.movable_shapes.items():
+        for place in (Place(site, dim) for dim in range(len(shape))):
+            few = 2 < shape[place.dim] <= MOST_JOINT
+            if few and place not in settled and searcher.density.is_real(site):
+                for pair in itertools.combinations(range(shape[place.dim]), 2):
+                    moves.append((SignPair(*pair), frozenset({place})))
+    for move, places in itertools.compress(moves, searcher.holds(moves)):
+        remark = (
+            f"the signs of the positions {move.first} and {move.second} of "
+            f"{min(places)} flip together, which no group here can express: make "
+            "them a site"
+        )
+        return [Unexpressed((move,), places, remark)]
+    return []
 
 
 def _may_flip(searcher: Searcher, site: str, shape: torch.Size) -> bool:

@@ -42,6 +42,7 @@ from pyro_symmetric.discovery.model_permutations import (
 from pyro_symmetric.discovery.model_signs import (
     SignFlip,
     flipping_signs,
+    joint_signs,
     unexpressed_signs,
 )
 from pyro_symmetric.discovery.rotations import confirmed, may_rotate
@@ -198,7 +199,9 @@ def _all_moves(searcher: Searcher) -> Moves:
     unexpressed = unexpressed_signs(searcher) + _whole_sites(searcher)
     for count, candidates in axes_by_length(searcher.movable_shapes).items():
         unexpressed += rearranged(searcher, count, candidates, factors)
-    return Moves(factors, flipping_signs(searcher, factors), unexpressed)
+    flips = flipping_signs(searcher, factors)
+    unexpressed += joint_signs(searcher, flips)
+    return Moves(factors, flips, unexpressed)
 
 
 # whole sites --------------------------------------------------------------------------

@@ -141,6 +141,19 @@ class SignChange:
         return value
 
 
+@dataclass(frozen=True)
+class SignPair:
+    """The change of sign of two units."""
+
+    first: int
+    second: int
+
+    def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
+        for position in (self.first, self.second):
+            value = SignChange(position).act(value, places)
+        return value
+
+
 class Unexpressed(NamedTuple):
     """Moves that leave the density unchanged, which no group here can express.
 

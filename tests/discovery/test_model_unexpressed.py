@@ -313,3 +313,33 @@ def test_the_signs_of_a_correlation_leave_its_models_density_unchanged():
             "scores": points["scores"] * sign,
         }
         assert density.same(density.terms(moved), density.before).all()
+
+
+def signed(points: Tensor) -> Iterator[Tensor]:
+    for signs in itertools.product((1.0, -1.0), repeat=points.shape[1]):
+        yield points * torch.tensor(signs)
+
+
+def pair_of_signs() -> None:
+    a = normal("a", 3)
+    observe(torch.stack([2 * a[0] * a[1].exp().log() + a[2].exp()]))
+
+
+def signs_of_a_quadric() -> None:
+    a = normal("a", 4)
+    observe(torch.stack([a[0] * a[1] + 2 * a[2] * a[3].tanh()]))
+
+
+def no_signs() -> None:
+    a = normal("a", 3)
+    observe(torch.stack([a[0] + a[1].square() * a[2].exp()]))
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [(pair_of_signs, 2), (signs_of_a_quadric, 4), (no_signs, 2)]
+)
+def test_signs_of_two_positions_that_flip_together_are_said(model, count):
+    assert brute_force(model, signed) == count
+    symmetry = ps.find_symmetry(model)
+    found = round(math.exp(symmetry.signs.log_order()))
+    assert ("flip together" in str(symmetry)) == (found < count)
