@@ -172,3 +172,14 @@ def test_curves_have_labels_and_only_axes_are_drawn_into() -> None:
             chains().plot("s", ax)
     with pytest.raises(TypeError, match="ax is a Symmetry; it must be axes"):
         CURVE.plot(SYMMETRY)
+
+
+def test_traces_are_aligned_modulo_a_symmetry() -> None:
+    locs = torch.tensor([-5.0, 5.0]) + 0.1 * torch.randn(3, 50, 2)
+    locs[1] = locs[1].flip(-1)
+    group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+    posterior = ps.Posterior({"locs": locs}, kind="chains")
+    for symmetry, apart in ((None, True), (group, False)):
+        left, _ = posterior.plot("locs", symmetry=symmetry)
+        means = [float(data(line)[1].mean()) for line in left.lines[:3]]
+        assert (max(means) - min(means) > 5) == apart

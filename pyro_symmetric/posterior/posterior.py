@@ -102,6 +102,15 @@ def register_symmetries(symmetries: Symmetries) -> None:
     _symmetries[:] = [symmetries]
 
 
+# How draws are aligned: one entry, of the alignment room, on a floor above, too.
+_alignments: list[Callable[[Posterior, Any], Posterior]] = []
+
+
+def register_alignment(align: Callable[[Posterior, Any], Posterior]) -> None:
+    """Set how posteriors are aligned modulo a symmetry."""
+    _alignments[:] = [align]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """Draws from a posterior or an approximation of it.
@@ -482,12 +491,14 @@ class Posterior:
             [*lines, *(f"  {name}: {text}" for name, text in more.items() if text)]
         )
 
-    def plot(self, site: str, ax: Any = None) -> Any:
+    def plot(self, site: str, ax: Any = None, symmetry: Any = None) -> Any:
         """Plot traces and marginals of a site's entries, a line for each chain; return
         the pair of axes.
 
-        Modulo symmetry: ``align_many(posterior).posterior.plot("locs")``.
+        :param symmetry: modulo which draws are aligned first; ``"auto"``: the model's.
         """
+        if symmetry is not None:
+            return _alignments[-1](self, symmetry).plot(site, ax)
         return plots.traces(
             ax, site, self[site].cpu().reshape(self.num_chains, self.num_samples, -1)
         )
