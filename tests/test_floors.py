@@ -56,7 +56,7 @@ INSIDE = {
         ["cells", "model_density", "repeats", "rules"],
         [
             *("alike", "completeness", "conservation_law", "members", "model_check"),
-            "valid_sets",
+            *("valid_sets", "wholes"),
         ],
         ["model_likelihood", "model_permutations"],
         ["model_signs"],

@@ -57,6 +57,7 @@ from pyro_symmetric.discovery.symmetry import (
 )
 from pyro_symmetric.discovery.trace import Trace, UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.verify import repaired
+from pyro_symmetric.discovery.wholes import with_wholes
 from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import require_finite
@@ -212,7 +213,8 @@ def _of_network(
     if not verify:
         return symmetry
     bounded = any(is_bounded(trace) for trace in traces)
-    return repaired(symmetry, net, example_inputs, kwargs, bounded)
+    symmetry = repaired(symmetry, net, example_inputs, kwargs, bounded)
+    return with_wholes(symmetry, net, traces[0], held)
 
 
 # small steps --------------------------------------------------------------------------
