@@ -23,6 +23,7 @@ from pyro_symmetric.discovery.valid_sets import (
 )
 from pyro_symmetric.weights import Shapes
 
+NEAR_BOUNDS = 64  # points at which a support is tried
 MOST_JOINT = 8  # positions of an axis, pairs of whose signs are searched
 TRIED_SIGNS = 64  # positions of an axis, from the first on, whose signs are searched
 
@@ -127,7 +128,18 @@ def _may_flip(searcher: Searcher, site: str, shape: torch.Size) -> bool:
     places = [Place(site, dim) for dim, length in enumerate(shape) if length > 1]
     change = SignChange(0 if places else None)
     places = places or [Place(site, 0)]
-    return len(searcher.subsets_inside(change, site, places, value)) > 1
+    subsets = searcher.subsets_inside(change, site, places, value)[1:]
+    if not subsets:
+        return False
+    density = searcher.density
+    # near the bounds, which may differ little
+    extreme = density.points_of_scale(NEAR_BOUNDS, 10.0)[site]
+    was_inside = density.site_inside(site, extreme)
+    for subset in subsets:
+        images = torch.stack([change.act(entry, subset) for entry in extreme])
+        if (density.site_inside(site, images) | ~was_inside).all():
+            return True
+    return False
 
 
 def _position_signs(
