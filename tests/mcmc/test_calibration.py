@@ -41,16 +41,10 @@ def test_ranks_are_uniform(name):
     assert value > LEVEL
 
 
+@pytest.mark.slow
 @pytest.mark.stochastic
 @pytest.mark.parametrize(
-    "name",
-    [
-        "accepts twice as often",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("accepts always", "Langevin steps too long")
-        ),
-    ],
+    "name", ["accepts twice as often", "accepts always", "Langevin steps too long"]
 )
 def test_a_sampler_that_is_wrong_is_seen(name):
     from benchmarks.performance.calibration import CONTESTANTS
