@@ -124,8 +124,11 @@ class _Wholes:
                 [outputs(dict(zip(drawn, x, strict=True))) for x in one_by_one]
             )
         first, *_ = found
-        change = (found - first).abs().amax(1)
-        return ~(change <= SAME * first.abs().max())
+        finite = first.isfinite()  # masked logits aren't
+        as_finite = (found.isfinite() == finite).all(1)
+        change = torch.where(finite, found - first, 0.0).abs().amax(1)
+        size = torch.where(finite, first, 0.0).abs().max()
+        return ~(as_finite & (change <= SAME * size))
 
     def _held(self, moves: Iterator[Move]) -> tuple[list[Move], list[Move]]:
         """Return the moves that change no output: of weights that matter, and of

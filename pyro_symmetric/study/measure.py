@@ -188,7 +188,9 @@ def judge_together(rows: Iterable[Json]) -> None:
     level holds over all of them together.
     """
     tests = [row["invariance"] for row in rows if row["invariance"]]
-    p_values = torch.tensor([test["p_value"] for test in tests], dtype=torch.float64)
+    p_values = torch.tensor(
+        [test["p_value"] for test in tests], dtype=torch.float64, device="cpu"
+    )
     for test, p_value in zip(tests, holm(p_values).tolist(), strict=True):
         rejected = p_value <= test["level"]
         outcome = "not invariant" if rejected else "no evidence against invariance"
@@ -385,7 +387,7 @@ def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
 
 def _jackknife(replicates: Sequence[float]) -> float:
     """Return the standard error of a number by the delete-a-group jackknife."""
-    values = torch.tensor(replicates, dtype=torch.float64)
+    values = torch.tensor(replicates, dtype=torch.float64, device="cpu")
     return float(values.std(correction=0)) * (len(values) - 1) ** 0.5
 
 
