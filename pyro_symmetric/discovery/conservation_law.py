@@ -745,7 +745,7 @@ class _Law:
             ]
         for cell, basis in self._further(proposed, scales, FACTOR[self.dtype]).items():
             law = _matrix(cell, products)[0]
-            errors = (law @ torch.tensor(basis, dtype=law.dtype).T).abs().amax(0)
+            errors = (law @ law.new_tensor(basis).T).abs().amax(0)
             pairs = zip(basis, errors.tolist(), strict=True)
             exact[cell] = [own for own, error in pairs if error <= EXACT]
             self.undecided |= len(exact[cell]) < len(basis)

@@ -561,9 +561,9 @@ class UnitDensities:
             if signed:
                 value, loc = value.abs(), loc.abs()
             count = loc.shape[-1]
-            quantiles = torch.linspace(0, count - 1, min(count, SKETCH)).long()
+            places = torch.linspace(0, count - 1, min(count, SKETCH), device=loc.device)
             value, loc = (
-                part.sort(-1).values.index_select(-1, quantiles.to(part.device))
+                part.sort(-1).values.index_select(-1, places.long())
                 for part in (value, loc)
             )
             spread = scale.square().mean(-1, keepdim=True).sqrt().expand_as(loc)
