@@ -21,13 +21,11 @@ CHECK := $(addprefix tests/, \
   posterior/test_posterior.py posterior/test_statistics.py \
   store/test_damage.py \
   study/test_methods.py)
-# Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x",
+# Passed on: make compare ARGS="--methods mean-field,symmetrized", or, with few images and many units,
+# ARGS="--max-train 100 --hidden 50 --activation tanh --methods mean-field,symmetrized,hmc"; make test PYTEST_ARGS="tests/mcmc -x",
 # make test PYTEST_ARGS="-m 'stochastic and not slow' --seed 7": what tests statistics, from another seed
 ARGS ?=
 PYTEST_ARGS ?=
-# The data and network of `make compare`: few images and many units, where symmetrising changes what a network predicts.
-# make compare FEW= takes all images and 16 units.
-FEW ?= --max-train 100 --hidden 50 --activation tanh
 # make test SLOW=1 runs the tests marked slow, too.
 SLOW ?=
 
@@ -44,7 +42,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
 compare: $(STUDY)  ## fit, sample and compare on real data; ends with the report to open
-	$(BIN)/pyro-symmetric compare $(FEW) --out $(OUT) $(ARGS)
+	$(BIN)/pyro-symmetric compare --out $(OUT) $(ARGS)
 	@echo "Open $(abspath $(OUT)/report.html)"
 
 quick: $(STUDY)  ## the same in a short setting, under 2 minutes
