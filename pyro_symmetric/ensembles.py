@@ -105,7 +105,7 @@ def ensemble(
     :param cosine: whether the learning rate decays to zero along a cosine.
     :param initial: number of members -> their initial parameters, e.g.
         :func:`~pyro_symmetric.ensembles.initialised_by`. Default: the modules' own
-            initialisation.
+        initialisation.
     :param members_at_once: number of members that are trained together, with a seed of
         their own.
     :param watch: called after each step with the step's number and the weights of the

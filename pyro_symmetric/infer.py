@@ -82,7 +82,8 @@ class MCMC:
     :param initial_params: site -> unconstrained starting points, a row for each chain.
     :param hook_fn: called as ``hook_fn(kernel, params, stage, i)`` for each chain after
         each iteration, with its unconstrained sites; the kernel holds settings only.
-    :param mp_context, disable_validation: of Pyro, and mean nothing here.
+    :param mp_context: of Pyro, and means nothing here; nor does
+        ``disable_validation``.
     :param transforms: refused: sites are mapped by the bijections of their supports.
     :param save_params: the sites that :meth:`get_samples`, :meth:`diagnostics` and
         :meth:`summary` tell of.

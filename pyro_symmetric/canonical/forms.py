@@ -79,7 +79,7 @@ def canonicalize(
     where two units' keys overlap, a label means one of them in some draws and the other
     in others (a warning says so from 100 draws on). Use
     :func:`~pyro_symmetric.alignment.align_many` or
-        :func:`~pyro_symmetric.compare.summary` instead.
+    :func:`~pyro_symmetric.compare.summary` instead.
     :doc:`/explanation/canonical-forms` explains dead units, circles and ties. Units
     that rotate are turned to their principal axes, of decreasing second moments.
 

@@ -333,7 +333,7 @@ class Group:
 
     def number_slots(self, move: Move) -> dict[str, slice]:
         """Return the place of the numbers of each set of units among those of a move:
-        :attr:`slots`, or of rotations the slices of their entries.
+        ``slots``, or of rotations the slices of their entries.
         """
         if move != "rotate":
             return self.slots

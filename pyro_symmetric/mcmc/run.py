@@ -143,7 +143,7 @@ def sample(
     Given a model, it chooses a kernel, prints the choice and records it in
     ``metadata["chosen"]``. See
     :doc:`/how-to/resume`, :doc:`/how-to/cluster` and, for warm-up,
-        :doc:`/explanation/chains`.
+    :doc:`/explanation/chains`.
 
     :param kernel_or_model: a kernel, which holds the model; or the model itself, called
         with ``args`` and ``kwargs``.

@@ -130,7 +130,7 @@ class Kernel(metaclass=_KernelType):
     ``warmups`` are the lengths at which a warm-up of ``num_warmup="auto"`` may end, in
     increasing order. Until it ends,
     :meth:`adapt` receives the largest of them as ``num_warmup``; it must behave alike
-        for all of them up to there.
+    for all of them up to there.
     """
 
     model: Model
