@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments, plots
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.canonical.forms import doubtful_axes
-from pyro_symmetric.compare.frames import canonical_frame, one_frame
+from pyro_symmetric.compare.frames import frame_of_orbits, one_frame
 from pyro_symmetric.compare.labels import uncertain_labels
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.density import Density
@@ -56,7 +56,7 @@ from pyro_symmetric.posterior.statistics import (
     exceeded_by_few,
 )
 from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
-from pyro_symmetric.weights import map_values
+from pyro_symmetric.weights import first_value, map_values
 
 MOST_ROWS = 256  # of inputs to predict at
 MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
@@ -317,7 +317,7 @@ def agree_modulo_symmetry(posterior: Posterior) -> bool:
         group = carried_symmetry(AUTO, posterior).group
         if group.units:
             thinned = posterior.thin(max(1, posterior.num_samples // MOST_AGREEING))
-            aligned = one_frame(canonical_frame(thinned, group), group).samples
+            aligned = frame_of_orbits(thinned, group).samples
             check = _r_hat(MODULO, map_values(chain_statistics, aligned), "")
             return check.status in ("pass", "warn")
     return False
@@ -435,9 +435,7 @@ def _spaces(
     """
     spaces = {WEIGHTS: given[WEIGHTS]}
     if symmetry is not None:
-        spaces[MODULO] = one_frame(
-            canonical_frame(posterior, symmetry), symmetry
-        ).samples
+        spaces[MODULO] = frame_of_orbits(posterior, symmetry).samples
     spaces |= given
     if PREDICTIONS not in given and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
@@ -564,59 +562,56 @@ def _temperature(
     posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool
 ) -> list[Check]:
     """Check the temperature of few draws and, as long as it is too uncertain, of four
-    times as many.
+    times as many; none without the posterior's model.
+
+    If it is too uncertain, that of the aligned draws is accepted if it passes. Copies
+    far apart make the temperature uncertain: most of a draw's distance from the other
+    chains is that between copies. The density between such copies is practically zero,
+    so the theorem holds for aligned draws, too. If copies overlap it doesn't, so a
+    failure of aligned draws doesn't count.
     """
+    density = _density_of(posterior)
+    if density is None:
+        return []
     available = posterior.num_chains * posterior.num_samples
     most = min(available, MORE_DRAWS * num_draws)
+    aligned: Posterior | None = None
     while True:
-        checks = _temperature_of(posterior, symmetry, num_draws, subsampled, arrived)
-        uncertain = any(check.status == "unknown" for check in checks)
-        if not uncertain or num_draws >= most:
-            return checks
+        drawn = _virial(density, posterior, num_draws, subsampled, arrived)
+        if drawn.status == "unknown" and symmetry is not None:
+            aligned = aligned or one_frame(posterior, symmetry)
+            of_aligned = _virial(density, aligned, num_draws, subsampled, arrived)
+            drawn = of_aligned if of_aligned.status == "pass" else drawn
+        if drawn.status != "unknown" or num_draws >= most:
+            return [drawn]
         num_draws = min(most, 4 * num_draws)
 
 
-def _temperature_of(
-    posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool
-) -> list[Check]:
-    """Check the temperature of the draws or, if it is too uncertain, accept that of the
-    aligned draws if it passes.
-
-    Copies far apart make the temperature uncertain: most of a draw's distance from the
-    other chains is that between copies. The density between such copies is practically
-    zero, so the theorem holds for aligned draws, too. If copies overlap it doesn't, so
-    a failure of aligned draws doesn't count.
-    """
-    drawn = list(_virial(posterior, num_draws, subsampled, arrived))
-    if symmetry is None or all(check.status != "unknown" for check in drawn):
-        return drawn
-    aligned = list(
-        _virial(one_frame(posterior, symmetry), num_draws, subsampled, arrived)
-    )
-    return aligned if all(check.status == "pass" for check in aligned) else drawn
+def _density_of(posterior: Posterior) -> Density | None:
+    """Return the density of a posterior's model at all rows, if it has one."""
+    if posterior.source is None:
+        return None
+    # about the scale of mini-batches; the run has given it
+    with without_warnings(UserWarning):
+        density = Density(
+            *posterior.source[:3],
+            device=posterior.source.device,
+            dtype=first_value(posterior.samples).dtype,
+            chain_chunk=CHUNK,
+            subsampled=True,
+        )
+    # a model that draws mini-batches itself is scaled by Pyro's plates
+    return None if density.row_counts else density
 
 
 def _virial(
-    posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool
-) -> Iterator[Check]:
-    """Check the temperature of all coordinates, or of the worst site if one is off;
-    needs the posterior's model.
-    """
-    if posterior.source is None:
-        return
-    source, device = posterior.source[:3], posterior.source.device
-    options: dict[str, Any] = {
-        "device": device,
-        "chain_chunk": CHUNK,
-        "subsampled": True,
-    }
-    # about the scale of mini-batches; the run has given it
-    with without_warnings(UserWarning):
-        full = Density(
-            *source, dtype=next(iter(posterior.samples.values())).dtype, **options
-        )
-    if full.row_counts:
-        return  # the model draws mini-batches itself, which Pyro's plates scale
+    full: Density,
+    posterior: Posterior,
+    num_draws: int,
+    subsampled: bool,
+    arrived: bool,
+) -> Check:
+    """Check the temperature of all coordinates, or of the worst site if one is off."""
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
     z = full.unconstrain(
@@ -640,7 +635,7 @@ def _virial(
                 )
             )
     off = [check for check in checks if check.status in ("warn", "fail")]
-    yield max(
+    return max(
         off,
         key=lambda check: (check.status == "fail", abs(check.value - 1)),
         default=checks[0],

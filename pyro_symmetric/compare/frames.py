@@ -91,6 +91,11 @@ def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
     return as_given(canonical, _select(aligned, order.argsort()))
 
 
+def frame_of_orbits(draws: Side, symmetry: Symmetry | Group) -> Side:
+    """Remove a symmetry from draws: align their canonical forms."""
+    return one_frame(canonical_frame(draws, symmetry), symmetry)
+
+
 def common_frame(
     weights_p: Side, weights_q: Other, symmetry: Symmetry | Group | Auto | None = AUTO
 ) -> tuple[Side, Other]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare import (
-    diagnose,
     independent_draws,
     invariance_tests,
     marginal_wasserstein,
@@ -22,7 +21,11 @@ from pyro_symmetric.compare import (
     scores,
 )
 from pyro_symmetric.compare import total_variation as total_variation_of
-from pyro_symmetric.compare.frames import canonical_frame, pooled_frame
+from pyro_symmetric.compare.frames import (
+    canonical_frame,
+    frame_of_orbits,
+    pooled_frame,
+)
 from pyro_symmetric.compare.invariance import holm
 from pyro_symmetric.compare.results import DistanceResult, plain
 from pyro_symmetric.compare.scores import Prediction
@@ -414,15 +417,14 @@ def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
     followed = chain_statistics(
         predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
     ).summary()
-    spaces = diagnose(posterior, problem.symmetry).statistics
-    sites = [numbers.summary() for numbers in spaces["weights"].values()]
-    aligned = spaces.get("modulo symmetry", spaces["weights"]).values()
+    sites = [chain_statistics(value).summary() for value in posterior.samples.values()]
+    aligned = frame_of_orbits(posterior, problem.symmetry).samples.values()
     mean = map_values(lambda value: float(value.double().mean()), posterior.statistics)
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,
         "r_hat_weights": max(site["r_hat"] for site in sites),
-        "r_hat_modulo": max(numbers.summary()["r_hat"] for numbers in aligned),
+        "r_hat_modulo": max(chain_statistics(v).summary()["r_hat"] for v in aligned),
         "ess_weights": min(site["ess_bulk"] for site in sites),
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],

@@ -75,7 +75,7 @@ def write_report(study: Study) -> None:
         (study.out / folder).mkdir(exist_ok=True)
     shown = []
     for heading, caption, figure in figures(study):
-        name = re.sub(r"\W+", "-", heading.lower())
+        name = _file_name(heading)
         _save(figure, study.out / FIGURES / name)
         caption += f" Files: {FIGURES}/{name}.svg and .pdf."
         shown.append((heading, caption, _as_image(figure)))
@@ -149,10 +149,14 @@ def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
     return {**entries, "rows": shown}
 
 
+def _file_name(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower())
+
+
 def _save_csv(entries: Row, methods: Mapping[str, Row], folder: Path) -> None:
     """Write the numbers of a table and their standard errors."""
-    name = re.sub(r"\W+", "-", entries["title"].lower())
-    with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+    path = folder / f"{_file_name(entries['title'])}.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         titles = [column[0] for column in entries["columns"]]
         heads = [head for title in titles for head in (title, f"{title}, error")]
@@ -160,8 +164,8 @@ def _save_csv(entries: Row, methods: Mapping[str, Row], folder: Path) -> None:
         for method in entries["rows"]:
             row = methods[method]
             cells = []
-            for _, path, *_ in entries["columns"]:
-                cells += [value_at(row, path), row.get("errors", {}).get(path)]
+            for _, place, *_ in entries["columns"]:
+                cells += [value_at(row, place), row.get("errors", {}).get(place)]
             writer.writerow([method, *cells])
 
 

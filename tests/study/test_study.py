@@ -31,6 +31,7 @@ from pyro_symmetric.study import (
 from pyro_symmetric.study.measure import (
     GROUPS,
     OWN_HALF,
+    _chains,
     between,
     concerns,
     draws_of,
@@ -812,3 +813,15 @@ def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> 
         "hmc": ("0.0000", False),
     }
     assert cells["a"]["W₁ raw"] == (MISSING, False)
+
+
+def test_chains_of_few_draws_are_measured_as_drawn_and_modulo_symmetry() -> None:
+    settings = StudySettings(data="diabetes", hidden=(3,), max_train=40, device="cpu")
+    problem = build_problem(settings)
+    draws = {
+        site: torch.rand(2, 4, *shape)
+        for site, shape in problem.model.site_shapes.items()
+    }
+    numbers = _chains(ps.Posterior(draws, kind="chains"), problem)
+    assert numbers["r_hat_weights"] > 0.5
+    assert numbers["r_hat_modulo"] > 0.5
