@@ -56,6 +56,10 @@ class AxisExplanation(NamedTuple):
     reason: str = ""
     chain: Names = ()
 
+    def with_reasons(self, further: Sequence[str]) -> AxisExplanation:
+        """Return the explanation with further reasons behind its own."""
+        return self._replace(reason="; ".join(filter(None, [self.reason, *further])))
+
     def __str__(self) -> str:
         moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
         fate = moved if self.permuted else f"all {self.length} stay"
@@ -296,21 +300,21 @@ class Symmetry:
     def _with_modes(self, explained: AxisExplanation) -> AxisExplanation:
         """Name the moves of an axis that hold in evaluation mode only."""
         place = explained.site, explained.dim
-        reasons = [explained.reason] if explained.reason else []
+        reasons = []
         for move, name in self.eval_only:
             axes = self.group[name].axes
             if place in {(axis.site, axis.dim) for axis in axes if axis.exponent}:
                 reasons.append(f"{name} ({move}) in evaluation mode only")
-        return explained._replace(reason="; ".join(reasons))
+        return explained.with_reasons(reasons)
 
     def _with_maps(self, explained: AxisExplanation) -> AxisExplanation:
         """Name the linear maps that may mix the units along an axis."""
-        reasons = [explained.reason] if explained.reason else []
+        reasons = []
         for name in self.rotating:
             axes = self.group[name].axes if name in self.group.units else ()
             if (explained.site, explained.dim) in {(a.site, a.dim) for a in axes}:
                 reasons.append(self._maps_of(name))
-        return explained._replace(reason="; ".join(reasons))
+        return explained.with_reasons(reasons)
 
     def _maps_of(self, name: str) -> str:
         if name not in self.group.names("scale"):

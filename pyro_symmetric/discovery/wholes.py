@@ -30,10 +30,10 @@ from pyro_symmetric.discovery.linear_twin import (
     in_dtype,
     random_like,
 )
-from pyro_symmetric.discovery.symmetry import Symmetry, fresh
+from pyro_symmetric.discovery.symmetry import Symmetry, fresh, plain_weights
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, map_values
 
 # weights and parameters of a network, and moves, at most
 WEIGHTS, PARAMETERS, MOVES = 20_000, 30, 120
@@ -52,20 +52,27 @@ def with_wholes(
 
     :param held: the sites that don't move.
     """
-    own = symmetry.weights_of(net)
-    plain = all(x.is_floating_point() and x.device.type == "cpu" for x in own.values())
-    size = sum(value.numel() for value in own.values())
-    if symmetry.at_least or not plain or size > WEIGHTS or len(own) > PARAMETERS:
+    weights = plain_weights(net, symmetry.group)
+    plain = all(
+        value.is_floating_point() and value.device.type == "cpu"
+        for value in weights.values()
+    )
+    size = sum(value.numel() for value in weights.values())
+    if symmetry.at_least or not plain or size > WEIGHTS or len(weights) > PARAMETERS:
         return symmetry
     try:
         with torch.no_grad(), without_fast_attention(), without_warnings():
-            moves = _Wholes(symmetry, net, trace, held).found()
+            moves = _Wholes(symmetry, weights, trace, held).moves_that_hold()
     except NotDifferentiable:
         return symmetry
     if not moves:
         return symmetry
     remark = f"these hold, but aren't in the group: {'; '.join(moves[:3])}"
     return replace(symmetry, at_least=True, remarks=(*symmetry.remarks, remark))
+
+
+def _in_double(value: Tensor) -> Tensor:
+    return in_dtype(value.detach(), torch.float64)
 
 
 class _Wholes:
@@ -75,23 +82,21 @@ class _Wholes:
     """
 
     def __init__(
-        self, symmetry: Symmetry, net: nn.Module, trace: Trace, held: set[str]
+        self, symmetry: Symmetry, weights: Weights, trace: Trace, held: set[str]
     ):
-        self.group, self.run = symmetry.group, Pass(trace, symmetry.logits)
-        self.own = {
-            site: in_dtype(value.detach(), torch.float64)
-            for site, value in symmetry.weights_of(net).items()
-        }
+        self.group = symmetry.group
+        self.run = Pass(trace, symmetry.logits)
+        self.weights = map_values(_in_double, weights)
         self.batched = True
         self.places = dict[str, Tensor]()
         self.still = torch.arange(0, device="cpu")
-        for site, value in self.own.items():
+        for site, value in self.weights.items():
             if site not in held:
                 start = len(self.still)
                 self.still = torch.arange(1, start + value.numel() + 1, device="cpu")
                 self.places[site] = self.still[start:].reshape(value.shape) - 1
 
-    def found(self) -> list[str]:
+    def moves_that_hold(self) -> list[str]:
         """Return the moves that hold and that the group lacks, in words."""
         exchanges, _ = self._held(self._exchanges())
         flips, idle = self._held(self._flips())
@@ -108,25 +113,25 @@ class _Wholes:
         """Return whether outputs differ from those at the first of several weights."""
 
         def outputs(drawn: Weights) -> Tensor:
-            results = self.run.outputs(self.own | drawn, inputs, torch.float64)
+            results = self.run.outputs(self.weights | drawn, inputs, torch.float64)
             real = [torch.view_as_real(x) if x.is_complex() else x for x in results]
             return torch.cat([x.flatten() for x in real])
 
         drawn = {site: rows[:, places] for site, places in self.places.items()}
         if self.batched:
             try:
-                found = torch.vmap(outputs)(drawn)
+                moved = torch.vmap(outputs)(drawn)
             except (NotDifferentiable, RuntimeError):
                 self.batched = False
         if not self.batched:
             one_by_one = zip(*drawn.values(), strict=True)
-            found = torch.stack(
+            moved = torch.stack(
                 [outputs(dict(zip(drawn, x, strict=True))) for x in one_by_one]
             )
-        first, *_ = found
+        first, *_ = moved
         finite = first.isfinite()  # masked logits aren't
-        as_finite = (found.isfinite() == finite).all(1)
-        change = torch.where(finite, found - first, 0.0).abs().amax(1)
+        as_finite = (moved.isfinite() == finite).all(1)
+        change = torch.where(finite, moved - first, 0.0).abs().amax(1)
         size = torch.where(finite, first, 0.0).abs().max()
         return ~(as_finite & (change <= SAME * size))
 
@@ -141,11 +146,11 @@ class _Wholes:
             if len(hold) == 1:
                 break
             inputs = [
-                random_like(in_dtype(value.detach(), torch.float64), size=size)
+                random_like(_in_double(value), size=size)
                 for value in self.run.trace.tensors
             ]
             drawn = [
-                fresh(self.own[site], site in self.group.buffers).flatten()
+                fresh(self.weights[site], site in self.group.buffers).flatten()
                 for site in self.places
             ]
             weights = torch.cat(drawn)
