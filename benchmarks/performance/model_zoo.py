@@ -75,7 +75,8 @@ def page(rows: list[Row]) -> str:
     for row in rows:
         verdict = "all" if row.is_right else written(units_of(row.symmetry))
         if row.case.not_expressed:
-            verdict = f"named: {row.symmetry.remarks[0]}"
+            named = f"named: {row.symmetry.remarks[0]}"
+            verdict = f"{verdict}; {named}" if row.case.units else named
         hand = written(row.case.units)
         text += f"| {row.case.name} | {hand} | {verdict} | {row.seconds:.2f} |\n"
     return text

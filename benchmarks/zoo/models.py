@@ -48,9 +48,10 @@ def units_of(symmetry: Any) -> Units:
     for one_set in symmetry.group.units.values():
         axes = list[str]()
         for axis in one_set.axes:
-            dims = f"{axis.site}[{', '.join(map(str, range(axis.dim, axis.dim + axis.span)))}]"
+            dims = ",".join(map(str, range(axis.dim, axis.dim + axis.span)))
+            place = f"{axis.site}[{dims}]" if dims else axis.site
             flips = "flip" in one_set.moves and axis.exponent % 2
-            axes.append(dims.replace(" ", "") + "-" * flips)
+            axes.append(place + "-" * flips)
         units.append((one_set.number, " ".join(axes)))
     return by_hand(*units)
 
@@ -594,7 +595,11 @@ MODELS = [
         by_hand(("2", "ability[1]- slope[1]-")),
     ),
     ModelCase(
-        "triple product", triple_product, (_normal(10),), NOTHING, "the signs of"
+        "triple product",
+        triple_product,
+        (_normal(10),),
+        by_hand(("1", "a- c-"), ("1", "b- c-")),
+        "the sites a, b, c exchange",
     ),
     ModelCase(
         "restricted Boltzmann machine",

@@ -113,14 +113,6 @@ class _Builder:
 
     def add_flip(self, flip: SignFlip) -> None:
         """Add units, or whole sites, that only change their signs."""
-        scalars = sorted(p.site for p in flip.places if not self.shapes[p.site])
-        if scalars:
-            names = ", ".join(sorted({place.site for place in flip.places}))
-            self.remarks.append(
-                f"the signs of {names} flip together, which no group here can express, "
-                f"as {scalars[0]!r} has no axis: give it one, with .expand([1])"
-            )
-            return
         if not flip.positions:
             self._add_whole(flip)
             return

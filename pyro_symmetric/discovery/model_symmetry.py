@@ -62,7 +62,7 @@ from pyro_symmetric.discovery.valid_sets import (
     stacked,
 )
 from pyro_symmetric.discovery.verify import broken_moves
-from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights, drop_names, keep_names, pick, select_rows
 
@@ -478,16 +478,17 @@ def _explained(searcher: Searcher, group: Group, dropped: Moves) -> Explanation:
     accidental = {(place.site, place.dim) for place in places}
     axes = []
     allowed = moves_of_likelihood(searcher.density)
-    for site, shape in searcher.density.shapes.items():
-        if not shape and site in allowed:
-            axes.append(AxisExplanation(site, 0, 1, 0, (), allowed[site]))
+    for site, site_shape in searcher.density.shapes.items():
+        shape = site_shape or torch.Size([1])
         for dim, length in enumerate(shape):
             movers = _movers(group, site, dim)
+            if not (site_shape or movers or site in allowed):
+                continue  # there is nothing to say of most scalars
             moved = set()
             for units in movers:
                 moved |= _positions(units, site, dim, shape)
             reason = ""
-            if len(moved) < length:
+            if site_shape and len(moved) < length:
                 reason = _reason(searcher, Place(site, dim), length, sorted(moved))
             if (site, dim) in accidental:
                 reason += "; " * bool(reason) + (
@@ -505,15 +506,19 @@ def _movers(group: Group, site: str, dim: int) -> list[Units]:
     return [
         units
         for units in group.units.values()
-        if any(a.site == site and a.dim <= dim < a.dim + a.span for a in units.axes)
+        if any(axis.site == site and _covers(axis, dim) for axis in units.axes)
     ]
+
+
+def _covers(axis: Axis, dim: int) -> bool:
+    return axis.dim <= dim < axis.dim + max(axis.span, 1)
 
 
 def _positions(units: Units, site: str, dim: int, shape: torch.Size) -> set[int]:
     """Return the positions along an axis that units move."""
     positions = set()
     for axis in units.axes:
-        if axis.site != site or not axis.dim <= dim < axis.dim + axis.span:
+        if axis.site != site or not _covers(axis, dim):
             continue
         inner = shape[dim + 1 : axis.dim + axis.span].numel()
         along = axis.index.flatten().div(inner, rounding_mode="floor") % shape[dim]

@@ -118,7 +118,7 @@ class Group:
         self.of_network = of_network
         self.units = outer_first(units)
         self._runs = dict(runs)
-        for axis in (axis for one in units for axis in one.axes if axis.span > 1):
+        for axis in (axis for one in units for axis in one.axes if axis.span != 1):
             first, last = self._runs.get(axis.site, (axis.dim, 0))
             self._runs[axis.site] = (
                 min(first, axis.dim),
@@ -409,8 +409,8 @@ class Group:
         """Flatten the spanned axes of a site, ``batch_shape + site_shape``."""
         if site not in self._runs:
             return value
-        start, end = (dim - len(self.site_shapes[site]) for dim in self._runs[site])
-        return value.flatten(start, end - 1)
+        batch_shape = value.shape[: value.dim() - len(self.site_shapes[site])]
+        return value.reshape(*batch_shape, *self.view_shapes[site])
 
     def viewed(self, weights: Tensors) -> Weights:
         """Apply :meth:`view` to all sites."""
@@ -462,6 +462,8 @@ class Group:
         """
         if axis.site not in self._runs:
             return axis
+        if axis.span == 0:
+            return replace(axis, span=1)
         start, end = self._runs[axis.site]
         if not start <= axis.dim < end:
             return (

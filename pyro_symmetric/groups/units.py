@@ -68,7 +68,8 @@ class Axis:
         normalisation.
     :param span: how many axes, from ``dim`` on, are flattened into one. The input
         channels of group ``g`` of a grouped convolution occupy columns (axis 1) in the
-        rows (axis 0) of that group only.
+        rows (axis 0) of that group only. A scalar site has no axis: 0 makes it one of
+        length 1.
     """
 
     site: str
@@ -96,7 +97,8 @@ class Axis:
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
-        return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
+        places = f"[{dims}]" if dims else ""
+        return f"{self.site}{places}" + (f"^{self.exponent}" if self.exponent else "")
 
     def touched(self, moves: Set[Move]) -> bool:
         """Return whether moves of the units change the weights along the axis."""

@@ -261,6 +261,55 @@ def test_sites_of_any_names_that_exchange_as_wholes_are_said(model):
     assert ("the sites" in str(symmetry)) == is_symmetric
 
 
+# signs of sites without axes ------------------------------------------------------------
+
+
+def product_of_scalars() -> None:
+    observe(torch.stack([normal("a") * normal("b") * normal("c")]))
+
+
+def scalar_and_vector() -> None:
+    observe(normal("a") * normal("b", 3))
+
+
+def even_scalar() -> None:
+    observe(torch.stack([normal("a").square() + normal("b")]))
+
+
+def scaled_columns() -> None:
+    observe(normal("gain") * normal("left", 2, 2) @ normal("right", 2, 2))
+
+
+def signed_wholes(points: Tensor) -> Iterator[Tensor]:
+    yield from (points, -points)
+
+
+@pytest.mark.parametrize("model", [product_of_scalars, scalar_and_vector, even_scalar])
+def test_signs_of_scalar_sites_flip_as_often_as_by_brute_force(model):
+    symmetry = ps.find_symmetry(model)
+    assert symmetry.group.order() == brute_force(model, signed_wholes)
+    assert "flip" not in str(symmetry.remarks)
+
+
+def test_the_sign_of_a_scalar_joins_those_of_matrices():
+    group = ps.find_symmetry(scaled_columns).group
+    # two factors that permute and flip, and the gain with either matrix
+    assert group.order() == 2 * 2**2 * 2
+    moved_sites = {axis.site for units in group.units.values() for axis in units.axes}
+    assert moved_sites == {"gain", "left", "right"}
+
+
+def test_a_scalar_changes_its_sign_like_a_site_of_length_one():
+    scalar = ps.find_symmetry(scalar_and_vector).group
+    values = {"a": torch.tensor([0.5, -2.0]), "b": torch.randn(2, 3)}
+    element = scalar.element({}, signs={scalar.roots[0]: torch.tensor([-1.0])})
+    moved = element(values)
+    assert moved["a"].tolist() == [-0.5, 2.0]
+    assert torch.equal(moved["b"], -values["b"])
+    assert ps.Group.from_dict(scalar.to_dict()) == scalar
+    assert (ps.canonicalize(moved, scalar)["a"] > 0).all()
+
+
 # signs of sites that aren't real ------------------------------------------------------
 
 
