@@ -8,6 +8,7 @@ are summed out; what depends on them is one term.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -91,6 +92,17 @@ class ModelDensity:
             self.target = _target(model, args, kwargs, torch.float32)
             self._prepare()
         self.tolerance = self._measured_tolerance()
+
+    def with_model(self, model: Model) -> ModelDensity:
+        """Return the density of a model with the same sites, such as one with other
+        data, which isn't checked again.
+        """
+        density = copy.copy(self)
+        density.target = copy.copy(self.target)
+        density.target.model = model
+        density._prepare()
+        density.tolerance = density._measured_tolerance()
+        return density
 
     def _prepare(self) -> None:
         example = self.target.prior_weights(1)
@@ -312,8 +324,11 @@ class Simulation(NamedTuple):
     is_discrete: bool
 
 
-def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation:
+def simulated(target: TracedTarget) -> Simulation:
     """Return the model with a draw of all that it observes in place of its data."""
+    model = target.model
+    args = target.args
+    kwargs = target.kwargs
     conditioned = _Conditioned()
     with conditioned:
         trace = poutine.trace(model).get_trace(*args, **kwargs)
@@ -332,7 +347,8 @@ def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation
         if site["type"] != "sample" or not site["is_observed"]:
             continue
         if name in drawn and not _has_no_data(site):
-            data[name] = drawn[name]["value"]
+            value = drawn[name]["value"]
+            data[name] = value.to(as_tensor(site["value"]).dtype)
             is_discrete |= bool(getattr(site["fn"].support, "is_discrete", False))
     return Simulation(poutine.condition(model, data=data), is_discrete)
 

@@ -122,7 +122,7 @@ def find_model_symmetry(
     moves = _all_moves(searcher)
     dropped = Moves()
     if not accidents and (moves.factors or moves.flips or moves.unexpressed):
-        moves, dropped = _without_accidents(moves, searcher, model, args, kwargs)
+        moves, dropped = _without_accidents(moves, searcher)
     built = built_group(moves.factors, moves.flips, density.shapes)
     repaired = _repaired(built.group, density) if verify else Built(built.group, [])
     remarks = [move.remark for move in moves.unexpressed]
@@ -362,13 +362,7 @@ def _similar_sites(searcher: Searcher, sites: Sequence[str]) -> dict[str, list[s
 # accidents of the data ----------------------------------------------------------------
 
 
-def _without_accidents(
-    moves: Moves,
-    searcher: Searcher,
-    model: Model,
-    args: Sequence[Any],
-    kwargs: Keywords,
-) -> tuple[Moves, Moves]:
+def _without_accidents(moves: Moves, searcher: Searcher) -> tuple[Moves, Moves]:
     """Split moves into those that hold for simulated data as well, and the others.
 
     If the model can't simulate data, all are kept, with a note.
@@ -376,7 +370,7 @@ def _without_accidents(
     for _ in range(ATTEMPTS):  # the density of some simulated data is too rough
         # any other error is of a distribution without a sampler
         with contextlib.suppress(Exception):
-            searchers = _of_simulated_data(searcher, model, args, kwargs)
+            searchers = _of_simulated_data(searcher)
             break
     else:
         moves.notes.append(
@@ -402,20 +396,16 @@ def _without_accidents(
     return chosen, dropped
 
 
-def _of_simulated_data(
-    searcher: Searcher,
-    model: Model,
-    args: Sequence[Any],
-    kwargs: Keywords,
-) -> list[Searcher]:
+def _of_simulated_data(searcher: Searcher) -> list[Searcher]:
     """Return searchers of the model with simulated data; of several data sets if data
     are discrete, since rows may be equal by chance.
     """
-    first = simulated(model, args, kwargs)
+    density = searcher.density
+    first = simulated(density.target)
     models = [first.model]
     if first.is_discrete:
-        models += [simulated(model, args, kwargs).model for _ in range(DATA_SETS - 1)]
-    densities = [ModelDensity(simulation, args, kwargs) for simulation in models]
+        models += [simulated(density.target).model for _ in range(DATA_SETS - 1)]
+    densities = [density.with_model(model) for model in models]
     return [Searcher.of(density, searcher.movable) for density in densities]
 
 
