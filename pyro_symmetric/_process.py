@@ -176,17 +176,22 @@ def without_fast_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_both_branches() -> Iterator[None]:
-    """Let ``torch.cond`` compute both of its branches and select by ``torch.where``, so
-    that it can be traced.
-    """
+def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class, in this thread alone."""
     with LOCK:
-        cond = torch.cond
-        torch.cond = _both_branches
+        original = vars(owner)[name]
+        setattr(owner, name, stand_in)
         try:
             yield
         finally:
-            torch.cond = cond
+            setattr(owner, name, original)
+
+
+def with_both_branches() -> contextlib.AbstractContextManager[None]:
+    """Let ``torch.cond`` compute both of its branches and select by ``torch.where``, so
+    that it can be traced.
+    """
+    return replaced(torch, "cond", _both_branches)
 
 
 def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:

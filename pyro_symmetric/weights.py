@@ -347,10 +347,11 @@ def is_identity(transform: Transform) -> bool:
 
 def is_angle(fn: Distribution) -> bool:
     """Return whether the values of a distribution lie on a circle."""
-    return isinstance(_base(fn), ANGLES)
+    return isinstance(base_of(fn), ANGLES)
 
 
-def _base(fn: Distribution) -> Distribution:
+def base_of(fn: Any) -> Any:
+    """Return the distribution within expanded, masked and reinterpreted ones."""
     while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
         fn = fn.base_dist
     return fn
@@ -373,7 +374,7 @@ def transform_of(site: str, fn: Distribution) -> Transform:
 
     :raises ValueError: naming a site whose support has none.
     """
-    if isinstance(_base(fn), Delta):
+    if isinstance(base_of(fn), Delta):
         raise ValueError(
             f"site {site!r} is a Delta, which leaves nothing to sample; use "
             "pyro.deterministic"

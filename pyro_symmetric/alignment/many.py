@@ -65,7 +65,7 @@ from pyro_symmetric.discovery.model_carried import (
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES
-from pyro_symmetric.posterior.posterior import Posterior, register_alignment
+from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
 from pyro_symmetric.weights import Tensors, drop_names, first_value, map_values
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
@@ -308,7 +308,7 @@ def _aligned(posterior: Posterior, symmetry: Any) -> Posterior:
     return align_many(posterior, symmetry, progress=False).posterior
 
 
-register_alignment(_aligned)
+FROM_ABOVE["align"] = _aligned
 
 
 def _carried_by(sources: Any, symmetry: Any) -> Carried:

@@ -47,7 +47,7 @@ from pyro_symmetric.posterior.diagnostics import (
     checked,
     short,
 )
-from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
+from pyro_symmetric.posterior.posterior import FROM_ABOVE, Draws, Posterior, chains_of
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import (
     ChainStatistics,
@@ -323,7 +323,7 @@ def agree_modulo_symmetry(posterior: Posterior) -> bool:
     return False
 
 
-diagnostics.AGREEMENTS[:] = [agree_modulo_symmetry]
+FROM_ABOVE["agree"] = agree_modulo_symmetry
 
 
 def _on_uncertain_labels(

@@ -11,7 +11,6 @@ in a few seconds.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
@@ -34,8 +33,6 @@ from pyro_symmetric.density.eager import (
     Unavailable,
     catches_errors,
     despite_singular,
-    is_as_exact,
-    same_evaluation,
 )
 from pyro_symmetric.density.lanes import ChainsLast
 from pyro_symmetric.density.special_functions import ARITHMETIC
@@ -177,24 +174,16 @@ class Compiled:
     def _require_same(
         self, found: Evaluation, names: tuple[str, ...], z: Tensor, *rows: Tensor
     ) -> None:
-        """Compare a program's evaluation with the model's. If the model's own
-        rounding errors are large, as of ill-conditioned matrices, double precision
-        decides.
+        """Compare a program's evaluation with the model's.
 
         :raises Unavailable: if they differ.
         """
         expected = self._evaluation(names)(z, *rows)
-        if same_evaluation(found, expected):
-            return
-        if not names and z.dtype == torch.float32:
-            # the model may not run in double precision
-            with contextlib.suppress(Exception):
-                exact = self.eager.in_double().energy_and_gradient(z.double(), None)
-                if is_as_exact(found, expected, exact):
-                    return
-        raise Unavailable(
-            "PyTorch's compiler made a program that computes something else"
-        )
+        batches = dict(zip(names, rows, strict=True))
+        if not self.eager.are_alike(found, expected, z, batches):
+            raise Unavailable(
+                "PyTorch's compiler made a program that computes something else"
+            )
 
     def _evaluation(self, names: tuple[str, ...]) -> Callable[..., Evaluation]:
         """Return the eager evaluation as a function of positions and of mini-batches

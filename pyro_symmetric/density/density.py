@@ -10,7 +10,6 @@ instead of timings, so that rounding is reproducible.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import warnings
@@ -32,7 +31,6 @@ from pyro_symmetric.density.eager import (
     Rows,
     Unavailable,
     in_chunks,
-    is_as_exact,
     same_evaluation,
 )
 from pyro_symmetric.density.site_checks import in_support
@@ -362,9 +360,9 @@ class Density:
         try:
             alone = evaluate(z, rows)
         except RuntimeError as error:
-            message = (str(error).strip() or repr(error)).splitlines()[0]
             raise ValueError(
-                f"the model's density, or its gradient, can't be evaluated: {message}"
+                "the model's density, or its gradient, can't be evaluated: "
+                f"{arguments.first_line(error)}"
             ) from error
         # A model whose sites all have values draws no numbers, except for sites that
         # it hides; a discrete one seldom shows in the density.
@@ -381,28 +379,13 @@ class Density:
         if failure is None and same_evaluation(mapped, alone):
             return mapped
         target.one_by_one = "the results differ"
-        if failure is None and self._differ_by_rounding(mapped, alone, z, rows):
+        if failure is None and self._eager.are_alike(mapped, alone, z, rows):
             target.one_by_one = ""
             return mapped
         if not same_evaluation(evaluate(z, rows), alone):
             raise target.is_random()
         target.give_up_map(failure or target.one_by_one)
         return alone
-
-    def _differ_by_rounding(
-        self, mapped: Evaluation, alone: Evaluation, z: Tensor, rows: Rows | None
-    ) -> bool:
-        """Return whether two evaluations in single precision are equally far from one
-        in double precision.
-        """
-        if self.dtype != torch.float32 or rows is not None:
-            return False
-        with contextlib.suppress(
-            Exception
-        ):  # of constants that stay in single precision
-            exact = self._eager.in_double().energy_and_gradient(z.double(), None)
-            return is_as_exact(mapped, alone, exact)
-        return False
 
     # positions ------------------------------------------------------------------------
 

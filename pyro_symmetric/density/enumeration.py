@@ -139,35 +139,6 @@ class Enumeration(EnumMessenger):
             log_probs[name] = factor.sum()
         return Assignment(draws, log_probs)
 
-    def require_plates(self, trace: poutine.Trace) -> None:
-        """Raise ``ValueError`` that names a site that depends on a discrete site of a
-        plate, but lies outside of that plate: it must reduce the plate's values, which
-        enumeration lays along other axes."""
-        nodes = dict[str, Any](trace.nodes)
-        owners = {
-            nodes[name]["infer"].get("_enumerate_symbol"): name
-            for name in self.batch_shapes
-        }
-        for name, site in nodes.items():
-            if site["type"] != "sample" or site_is_subsample(site):
-                continue
-            log_prob = masked_log_prob(site)
-            symbols = site["infer"]["_dim_to_symbol"]
-            for dim, symbol in symbols.items():
-                depends = symbol in owners and log_prob.dim() >= -dim
-                if not depends or log_prob.shape[dim] == 1:
-                    continue
-                owner = owners[symbol]
-                outside = _plates(nodes[owner]) - _plates(site)
-                if outside:
-                    raise ValueError(
-                        f"the site {name!r} depends on the discrete site {owner!r}, "
-                        f"but lies outside of its plates {sorted(outside)}, so that it "
-                        "reduces values that are summed out one by one; put it into "
-                        "these plates, or write the reduced value as a discrete site "
-                        "of its own (a Binomial for a sum of Bernoullis)"
-                    )
-
     def _contract(self, trace: poutine.Trace) -> _Contraction:
         """Sum over the discrete sites."""
         others, factors, scale = self._factors(trace)

@@ -277,10 +277,6 @@ def _reshaped(call: Call) -> Lanes:
     return Lanes(_same(call).values.reshape(*call.result.shape, call.num_chains))
 
 
-def _broadcast(call: Call) -> Lanes:
-    return Lanes(_same(call).values.expand(*call.result.shape, call.num_chains))
-
-
 def _padded(call: Call) -> Lanes:
     pad = [0, 0, *call.arguments["pad"]]
     return Lanes(call.op(_same(call).values, pad, call.arguments["value"]))

@@ -541,26 +541,23 @@ def _multiply(weights, row, column, a, n, out, m):
     """Add the sum over p < n of ``weights[i * row + p * column] * a[p]`` to ``out[i]``,
     for i < m.
     """
+    factors = np.empty(EIGHT, weights.dtype)
     for first in range(np.uint64(0), n - n % EIGHT, EIGHT):
         b = a[first * T :]
         for i in range(m):
-            w, o = weights[i * row + first * column :], out[i * T :]
-            w0, w1, w2, w3 = w[0], w[column], w[2 * column], w[3 * column]
-            w4, w5, w6, w7 = w[4 * column], w[5 * column], w[6 * column], w[7 * column]
+            o = out[i * T :]
+            for k in range(EIGHT):
+                factors[k] = weights[i * row + (first + k) * column]
             for r in range(T):
-                low = w0 * b[r] + w1 * b[T + r] + w2 * b[T2 + r] + w3 * b[T3 + r]
-                o[r] += (
-                    low
-                    + w4 * b[T4 + r]
-                    + w5 * b[T5 + r]
-                    + w6 * b[T6 + r]
-                    + w7 * b[T7 + r]
-                )
+                total = o[r]
+                for k in range(EIGHT):
+                    total += factors[k] * b[k * T + r]
+                o[r] = total
     for p in range(n - n % EIGHT, n):
         for i in range(m):
-            w0 = weights[i * row + p * column]
+            factor = weights[i * row + p * column]
             for r in range(T):
-                out[i * T + r] += w0 * a[p * T + r]
+                out[i * T + r] += factor * a[p * T + r]
 
 
 @njit(**OPTIONS)
@@ -572,39 +569,26 @@ def _add_outer(delta, m, a, n, out):
     for first in range(np.uint64(0), n - n % EIGHT, EIGHT):
         b = a[first * T :]
         for i in range(m):
-            s0, s1, s2, s3, s4, s5, s6, s7 = (
-                zero,
-                zero,
-                zero,
-                zero,
-                zero,
-                zero,
-                zero,
-                zero,
-            )
+            d = delta[i * T :]
+            s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zero
             for r in range(T):
-                d = delta[i * T + r]
-                s0, s1, s2, s3 = (
-                    s0 + d * b[r],
-                    s1 + d * b[T + r],
-                    s2 + d * b[T2 + r],
-                    s3 + d * b[T3 + r],
-                )
-                s4, s5, s6, s7 = (
-                    s4 + d * b[T4 + r],
-                    s5 + d * b[T5 + r],
-                    s6 + d * b[T6 + r],
-                    s7 + d * b[T7 + r],
-                )
+                s0 += d[r] * b[r]
+                s1 += d[r] * b[T + r]
+                s2 += d[r] * b[T2 + r]
+                s3 += d[r] * b[T3 + r]
+                s4 += d[r] * b[T4 + r]
+                s5 += d[r] * b[T5 + r]
+                s6 += d[r] * b[T6 + r]
+                s7 += d[r] * b[T7 + r]
             block = out[i * n + first :]
             for k, value in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
                 block[k] += value
     for p in range(n - n % EIGHT, n):
         for i in range(m):
-            s0 = zero
+            total = zero
             for r in range(T):
-                s0 += delta[i * T + r] * a[p * T + r]
-            out[i * n + p] += s0
+                total += delta[i * T + r] * a[p * T + r]
+            out[i * n + p] += total
 
 
 # activations and losses ---------------------------------------------------------------

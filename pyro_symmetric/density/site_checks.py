@@ -20,7 +20,6 @@ import torch
 from pyro.distributions import Delta, DirichletMultinomial, Unit
 from pyro.distributions.hmm import HiddenMarkovModel
 from pyro.distributions.torch_distribution import (
-    ExpandedDistribution,
     MaskedDistribution,
     TorchDistributionMixin,
 )
@@ -31,9 +30,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent, Multinomial, biject_to, constraints
 
-from pyro_symmetric._process import LOCK
+from pyro_symmetric._process import replaced
 from pyro_symmetric.arguments import Model, as_tensor, described
-from pyro_symmetric.weights import is_angle
+from pyro_symmetric.weights import base_of, is_angle
 
 ROUNDING = 1e-4  # relative to 1 and a value's size: sums of simplices in float32
 # Their log-densities take the number of trials from the value, as documented.
@@ -156,7 +155,7 @@ def _require_event_axes(site: Any) -> None:
     """Raise ``ValueError`` if a site's value is broadcast along its event axes."""
     fn = site["fn"]
     value = as_tensor(site["value"])
-    if isinstance(_base(fn), HiddenMarkovModel):
+    if isinstance(base_of(fn), HiddenMarkovModel):
         return  # whose event shape has 1 for any number of steps
     event_shape = tuple(fn.event_shape)
     found = tuple(value.shape[max(value.dim() - len(event_shape), 0) :])
@@ -170,12 +169,6 @@ def _require_event_axes(site: Any) -> None:
             f"of shape {tuple(value.shape)}, which would be broadcast and counted more "
             "than once; give the value the shape of the site's distribution"
         )
-
-
-def _base(fn: Any) -> Any:
-    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
-        fn = fn.base_dist
-    return fn
 
 
 # data ---------------------------------------------------------------------------------
@@ -228,7 +221,7 @@ def require_possible_data(sites: Iterable[Any]) -> None:
             raise ValueError(
                 f"the observed site {site['name']!r} holds "
                 f"{_example(site, outside)} outside of its support, "
-                f"{site['fn'].support}, for which {type(_base(site['fn'])).__name__} "
+                f"{site['fn'].support}, for which {type(base_of(site['fn'])).__name__} "
                 "has no density; pass data in the support, or mask unknown rows "
                 "(poutine.mask)"
             )
@@ -241,7 +234,7 @@ def _outside_of_support(fn: Any, value: Tensor) -> Tensor | None:
         fn.base_dist, MaskedDistribution
     )
     unchecked = (*COUNTS, Unit, Delta, HiddenMarkovModel)
-    if masked_within or isinstance(_base(fn), unchecked):
+    if masked_within or isinstance(base_of(fn), unchecked):
         return None
     try:
         inside = in_support(fn, value)
@@ -348,7 +341,7 @@ def require_possible_targets(fn: Any, targets: Tensor) -> None:
         shown = "" if fn.event_dim else f" {targets[outside][0].item():g},"
         raise ValueError(
             f"y holds{shown} values outside of the support of the likelihood's "
-            f"{type(_base(fn)).__name__}, {support}; pass targets in the support"
+            f"{type(base_of(fn)).__name__}, {support}; pass targets in the support"
         )
 
 
@@ -396,10 +389,6 @@ def hidden_sites(run: Callable[[], Any], observed: bool = False) -> list[str]:
         if msg["is_observed"] == observed and not is_deterministic(msg):
             names.append(msg["name"])
 
-    with LOCK:
-        BlockMessenger._process_message = note  # type: ignore[method-assign]
-        try:
-            run()
-        finally:
-            BlockMessenger._process_message = process  # type: ignore[method-assign]
+    with replaced(BlockMessenger, "_process_message", note):
+        run()
     return sorted(set(names))

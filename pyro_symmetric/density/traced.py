@@ -45,6 +45,7 @@ from pyro_symmetric.arguments import (
     as_tensor,
     described,
     described_call,
+    first_line,
     holding_nan,
 )
 from pyro_symmetric.density.enumeration import (
@@ -127,9 +128,9 @@ class Traced:
 
     def give_up_map(self, reason: object) -> None:
         """Evaluate draws one after another from now on, with a warning."""
-        message = (str(reason).strip() or repr(reason)).splitlines()[0]
-        # PyTorch's request for a report
-        message = message.partition(" We don't support that yet")[0][:300].rstrip(".")
+        # without PyTorch's request for a report
+        message = first_line(reason).partition(" We don't support that yet")[0]
+        message = message[:300].rstrip(".")
         self.one_by_one = (
             f"the model can't be mapped over draws (torch.func.vmap): {message}"
         )
@@ -164,10 +165,9 @@ class Traced:
                     self.log_prob(trace)
             # caused by enumeration: the model runs if its discrete sites are drawn
             except Exception as error:
-                message = (str(error).strip() or repr(error)).splitlines()[0]
                 raise ValueError(
                     f"{refused} the model fails on all of their values at once "
-                    f"({type(error).__name__}: {message}). Usual "
+                    f"({type(error).__name__}: {first_line(error)}). Usual "
                     "causes: Python control flow on a discrete value (write "
                     "torch.where), indexing that doesn't "
                     "broadcast (pyro.ops.indexing.Vindex), or a long loop outside "
@@ -179,10 +179,6 @@ class Traced:
                 for name, s in nodes
                 if s["type"] == "sample" and site_is_subsample(s)
             }
-            try:
-                self.enumeration.require_plates(trace)
-            except ValueError as error:
-                raise ValueError(f"{refused} {error}") from error
             for _ in range(DISCRETE_DRAWS):
                 likely, log_prob = self.enumeration.draw(trace)
                 plain = self.run({**given, **rows, **likely}, drawing=True)
@@ -204,7 +200,9 @@ class Traced:
                         "values at once than with one value of each. Usual cause: a "
                         "site sums or averages over a discrete value's dimensions, as "
                         ".sum() or .mean() without dim= does; put the sites that "
-                        "depend on a plate's discrete site into that plate"
+                        "depend on a plate's discrete site into that plate, or write "
+                        "the reduced value as a discrete site of its own (a Binomial "
+                        "for a sum of Bernoullis)"
                     )
 
     def log_prob(self, trace: poutine.Trace) -> Tensor:

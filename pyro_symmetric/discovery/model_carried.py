@@ -21,10 +21,9 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import (
+    FROM_ABOVE,
     Posterior,
     Source,
-    Symmetries,
-    register_symmetries,
 )
 from pyro_symmetric.weights import map_values
 
@@ -188,4 +187,4 @@ def _of_source(source: Source) -> Symmetry:
         return Symmetry(Group([], {}), at_least=True, remarks=(remark,))
 
 
-register_symmetries(Symmetries(_of_source, Symmetry.from_dict))
+FROM_ABOVE.update(find=_of_source, read=Symmetry.from_dict)

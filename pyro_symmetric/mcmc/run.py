@@ -47,13 +47,12 @@ from pyro_symmetric.mcmc.resume import (
 )
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import (
-    AGREEMENTS,
     MIN_DRAWS,
     moving,
     sampler_failures,
     warm_up,
 )
-from pyro_symmetric.posterior.posterior import Posterior, Source
+from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior, Source
 from pyro_symmetric.store import (
     CHECKPOINT,
     Array,
@@ -948,7 +947,7 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
     )
     # chains may be in different copies of a mode
     disagree = any(check.name == "weights" for check in failures)
-    if disagree and all(agree(posterior) for agree in AGREEMENTS):
+    if disagree and FROM_ABOVE["agree"](posterior):
         failures = [check for check in failures if check.name != "weights"]
     # a chain may never move although its acceptance rate is fine
     if latent and not failures:

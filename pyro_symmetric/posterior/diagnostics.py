@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,11 +50,6 @@ STANDARD_ERRORS_OF_SITE = 4.5
 
 RELABELLED = "If the model's components or units can be relabelled, diagnose(posterior) tells whether that is all"
 TOO_LARGE = "the step size is too large for all of them, or the density or its gradient is broken"
-
-
-# Whether chains of a posterior agree modulo the symmetry of its model: one entry, of the
-# comparison room, which stands on a floor above.
-AGREEMENTS = list[Callable[[Any], bool]]()
 
 
 @dataclass(frozen=True)

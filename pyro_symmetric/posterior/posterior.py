@@ -83,32 +83,12 @@ class Source(_Call):
     @functools.cached_property
     def symmetry(self) -> Any:
         """The model's symmetry, found when it is first asked for."""
-        return _symmetries[-1].find(self)
+        return FROM_ABOVE["find"](self)
 
 
-class Symmetries(NamedTuple):
-    """Functions that find the symmetry of a model, and read one that was saved."""
-
-    find: Callable[[Source], Any]
-    read: Callable[[Mapping[str, Any]], Any]
-
-
-# One entry, of the discovery room, which stands on a floor above.
-_symmetries: list[Symmetries] = []
-
-
-def register_symmetries(symmetries: Symmetries) -> None:
-    """Set how posteriors find their symmetries."""
-    _symmetries[:] = [symmetries]
-
-
-# How draws are aligned: one entry, of the alignment room, on a floor above, too.
-_alignments: list[Callable[[Posterior, Any], Posterior]] = []
-
-
-def register_alignment(align: Callable[[Posterior, Any], Posterior]) -> None:
-    """Set how posteriors are aligned modulo a symmetry."""
-    _alignments[:] = [align]
+# What posteriors need from rooms on the floors above, which register it: "find" and
+# "read" symmetries, "align" draws, and whether chains "agree" modulo one.
+FROM_ABOVE = dict[str, Callable[..., Any]]()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -280,7 +260,7 @@ class Posterior:
         if self.source is not None:
             return self.source.symmetry
         if self.saved_symmetry is not None:
-            return _symmetries[-1].read(self.saved_symmetry)
+            return FROM_ABOVE["read"](self.saved_symmetry)
         return None
 
     @property
@@ -498,7 +478,7 @@ class Posterior:
         :param symmetry: modulo which draws are aligned first; ``"auto"``: the model's.
         """
         if symmetry is not None:
-            return _alignments[-1](self, symmetry).plot(site, ax)
+            return FROM_ABOVE["align"](self, symmetry).plot(site, ax)
         return plots.traces(
             ax, site, self[site].cpu().reshape(self.num_chains, self.num_samples, -1)
         )

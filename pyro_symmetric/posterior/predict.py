@@ -13,14 +13,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from pyro import poutine
-from pyro.distributions.torch_distribution import (
-    ExpandedDistribution,
-    MaskedDistribution,
-)
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent
+from torch.distributions import Categorical
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
@@ -43,6 +39,7 @@ from pyro_symmetric.posterior.statistics import evenly_spaced, slices
 from pyro_symmetric.weights import (
     Tensors,
     Weights,
+    base_of,
     batch_shape,
     first_value,
     pick,
@@ -511,9 +508,7 @@ def _mean(site: str, fn: Any) -> Tensor:
 
     :raises ValueError: naming the site, if its distribution has no mean in closed form.
     """
-    base = fn
-    while isinstance(base, Independent | MaskedDistribution | ExpandedDistribution):
-        base = base.base_dist
+    base = base_of(fn)
     try:
         if isinstance(base, Categorical):
             return base.probs.expand(

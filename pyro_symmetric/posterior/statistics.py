@@ -10,10 +10,8 @@ cache, on PyTorch's threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,95 +103,39 @@ def _part(series: NDArray[Any]) -> Array:
     chains, draws)``.
     """
     count, chains, length = series.shape
-    # without the middle
-    halves = np.delete(series, length // 2, axis=2) if length % 2 else series
+    rows = series.reshape(count, -1).astype(np.float64)
+    middle = [length // 2] * (length % 2)
+    halves = np.delete(series, middle, axis=2).reshape(count, -1).astype(np.float64)
     shape = (count, 2 * chains, length // 2)
-    rows = series.reshape(count, -1)
-    halves = halves.reshape(count, -1)
-    order = _argsort(halves)
-    ordered = halves.ravel()[order].astype(np.float64)
-    whole = np.sort(rows.astype(np.float64), axis=1) if length % 2 else ordered
-    low, high = _quantiles(whole, TAILS)
-    tail = np.concatenate([halves <= low[:, None], halves > high[:, None]]).reshape(
-        -1, *shape[1:]
-    )
-    tails = np.minimum(*np.split(effective_size(tail), 2))
-    scores = _normal_scores(order, ordered).reshape(shape)
-    n = order.shape[1]
-    folded = np.abs(
-        ordered - (ordered[:, (n - 1) // 2, None] + ordered[:, n // 2, None]) / 2
-    )
-    # Non-negative floats sort as their bits do. The folded values fall, then rise: a
-    # stable sort merges two runs.
-    fold = folded.view(np.int64).argsort(1, kind="stable")
-    fold += _row_starts(folded)
-    scale_scores = _normal_scores(order.ravel()[fold], folded.ravel()[fold]).reshape(
-        shape
-    )
+    low, high = np.quantile(rows, TAILS, axis=1, keepdims=True)
+    below = effective_size((halves <= low).reshape(shape).astype(np.float64))
+    above = effective_size((halves > high).reshape(shape).astype(np.float64))
+    scores = _normal_scores(halves).reshape(shape)
+    folded = np.abs(halves - np.median(halves, axis=1, keepdims=True))
+    scale_scores = _normal_scores(folded).reshape(shape)
     r_hat = np.fmax(_r_hat(scores), _r_hat(scale_scores))
     bulk = effective_size(scores.astype(series.dtype, copy=False))
-    defined = np.isfinite(whole[:, [0, -1]]).all(1) & (ordered[:, 0] < ordered[:, -1])
-    return np.where(defined, [r_hat, bulk, tails], np.nan)
+    defined = np.isfinite(rows).all(1) & (halves.min(1) < halves.max(1))
+    return np.where(defined, [r_hat, bulk, np.minimum(below, above)], np.nan)
 
 
-def _row_starts(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the flat index of the first entry of each row, ``(rows, 1)``."""
-    return np.arange(0, rows.size, rows.shape[1])[:, None]
-
-
-def _argsort(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the flat indices that sort each row.
-
-    With the bits of negative floats inverted, floats sort as unsigned integers. NumPy
-    sorts 16-bit words by radix, in a fifth of the time of comparisons.
-    """
-    bits = rows.view(f"i{rows.itemsize}")
-    ascending = bits ^ (bits >> (8 * rows.itemsize - 1) | np.iinfo(bits.dtype).min)
-    words = np.moveaxis(ascending.view("<u2").reshape(*rows.shape, -1), -1, 0)
-    return np.lexsort(np.ascontiguousarray(words)) + _row_starts(rows)
-
-
-def _normal_scores(order: NDArray[Any], ordered: Array) -> Array:
+def _normal_scores(rows: Array) -> Array:
     """Return the standard normal quantile at each number's rank in its row; ties have
     their mean rank (Blom 1958).
-
-    :param order: flat indices that sort each row.
-    :param ordered: the sorted rows.
     """
-    count, n = ordered.shape
-    quantiles = _normal_quantiles(n)
-    values = ordered.ravel()
-    tied = np.zeros(values.size + 1, dtype=bool)  # with its predecessor
-    np.equal(values[1:], values[:-1], out=tied[1:-1])
-    tied[::n] = False
-    ends = np.flatnonzero(tied[1:] != tied[:-1])
-    first, last = ends[::2], ends[1::2]  # of each run of ties
-    sizes = last - first + 1
-    ascending = np.tile(quantiles[2::2], count)
-    ties = np.repeat(last + 1 - sizes.cumsum(), sizes) + np.arange(sizes.sum())
-    ascending[ties] = np.repeat(quantiles[first % n + last % n + 2], sizes)
-    scores = np.empty_like(ascending)
-    scores[order.ravel()] = ascending
+    count, n = rows.shape
+    order = rows.argsort(1)
+    ordered = np.sort(rows, axis=1)
+    is_new = np.ones(rows.shape, dtype=bool)
+    np.not_equal(ordered[:, 1:], ordered[:, :-1], out=is_new[:, 1:])
+    first = np.flatnonzero(is_new)  # of each run of ties
+    sizes = np.diff(first, append=rows.size)
+    half_ranks = np.arange(2 * n + 1)
+    quantiles = special.ndtri((half_ranks / 2 - 3 / 8) / (n + 1 / 4))
+    of_runs = quantiles[2 * (first % n) + sizes + 1]
+    scores = np.empty_like(rows)
+    np.put_along_axis(scores, order, of_runs.repeat(sizes).reshape(count, n), axis=1)
     return scores
-
-
-@lru_cache(maxsize=2)
-def _normal_quantiles(n: int) -> Array:
-    """Return the quantiles of the half-integer ranks 0, 1/2, ..., n."""
-    return special.ndtri((np.arange(2 * n + 1) / 2 - 3 / 8) / (n + 1 / 4))
-
-
-def _quantiles(ordered: Array, probabilities: Sequence[float]) -> Array:
-    """Return quantiles of each sorted row, interpolated and rounded as
-    :func:`numpy.quantile` does.
-    """
-    below, share = np.divmod(np.array(probabilities) * (ordered.shape[1] - 1), 1)
-    low = ordered.T[below.astype(int)]
-    high = ordered.T[below.astype(int) + 1]
-    share = share[:, None]
-    return np.where(
-        share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share)
-    )
 
 
 def _r_hat(scores: Array) -> Array:
@@ -216,82 +158,49 @@ def effective_size(split: NDArray[Any]) -> Array:
     half)``, with at least two draws.
     """
     _, chains, length = split.shape
-    series = split.astype(np.float32) if split.dtype == np.bool_ else split
-    means = series.sum(-1).astype(np.float64) / length
-    between = means.var(1, ddof=1)
-    # a quarter of the lags mostly suffices
-    for lags in (min(length, 16 + length // 4), length):
-        if split.dtype == np.bool_:  # counts of pairs, which are whole numbers
-            products = np.rint(_products(series, lags)) - _products_of_means(
-                series, means, lags
-            )
-        else:
-            products = _products(split - means[..., None].astype(split.dtype), lags)
-        covariance = products / (chains * length)
-        pooled = covariance[:, 0] + between
-        rho = (
-            1
-            - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
-        )
-        rho[:, 0] = 1
-        tau, last = _autocorrelation_time(rho, max(0, (length - 3) // 2))
-        if not last.any():
-            break
+    means = split.sum(-1).astype(np.float64) / length
+    products = _lagged_products(split - means[..., None].astype(split.dtype))
+    covariance = products / (chains * length)
+    pooled = covariance[:, 0] + means.var(1, ddof=1)
+    within = covariance[:, :1] * length / (length - 1)
+    rho = 1 - (within - covariance) / pooled[:, None]
+    rho[:, 0] = 1
+    shortest = 1 / np.log10(chains * length)
+    tau = np.maximum(_autocorrelation_time(rho), shortest)
     constant = (split == split[:, :1, :1]).all((1, 2))
-    return (
-        chains
-        * length
-        / np.where(constant, 1, np.maximum(tau, 1 / np.log10(chains * length)))
-    )
+    return chains * length / np.where(constant, 1, tau)
 
 
-def _products(series: NDArray[Any], lags: int) -> Array:
-    """Return the sums over chains and draws of lagged products, for lags 0 to ``lags -
-    1``.
-    """
-    padded = fft.next_fast_len(series.shape[-1] + lags - 1, real=True)
+def _lagged_products(series: NDArray[Any]) -> Array:
+    """Return the sums over chains and draws of lagged products, for all lags."""
+    length = series.shape[-1]
+    padded = fft.next_fast_len(2 * length - 1, real=True)
     # one inverse transform serves all chains
     squares = np.zeros((len(series), 2 * (padded // 2 + 1)))
     for chains in slices(series.shape[1], _CHAINS_AT_ONCE):
         parts = fft.rfft(series[:, chains], n=padded).view(series.dtype)
         squares += np.einsum("qcf,qcf->qf", parts, parts)
-    return fft.irfft(squares[:, ::2] + squares[:, 1::2], n=padded)[:, :lags]
+    return fft.irfft(squares[:, ::2] + squares[:, 1::2], n=padded)[:, :length]
 
 
-def _products_of_means(inside: NDArray[np.float32], means: Array, lags: int) -> Array:
-    """Return the excess of :func:`_products` of zeros and ones over those of deviations
-    from each chain's mean.
+def _autocorrelation_time(rho: Array) -> Array:
+    """Return autocorrelation times by Geyer's initial monotone sequence, which sums
+    pairs of lags up to the first pair whose sum isn't positive.
     """
-    length = inside.shape[-1]
-    ahead = np.arange(lags)
-    counts = np.rint(means * length).astype(np.float32)
-    until = np.pad(
-        (counts[:, None] @ inside)[:, 0].astype(np.float64).cumsum(1), ((0, 0), (1, 0))
-    )
-    crossed = (until[:, length - ahead] + until[:, -1:] - until[:, ahead]) / length
-    return crossed - (length - ahead) * np.square(means).sum(1)[:, None]
-
-
-def _autocorrelation_time(rho: Array, most: int) -> tuple[Array, NDArray[np.bool_]]:
-    """Return autocorrelation times by Geyer's initial monotone sequence, and which of
-    them need further lags.
-
-    The sequence sums pairs of lags up to the first pair whose sum isn't positive.
-
-    :param most: the largest number of pairs.
-    """
-    pairs = min(most, rho.shape[1] // 2 - 1)
-    rows = np.arange(len(rho))
-    sums = rho[:, : 2 * pairs + 2].reshape(len(rho), pairs + 1, 2).sum(-1)
+    count, length = rho.shape
+    pairs = max(0, (length - 3) // 2)
+    rows = np.arange(count)
+    sums = rho[:, : 2 * pairs + 2].reshape(count, pairs + 1, 2).sum(-1)
     stops = ~(sums > 0)
     stops[:, pairs] = True
-    kept = stops.argmax(1)
-    total = np.minimum.accumulate(sums, axis=1).cumsum(1)[rows, kept - 1] * (kept > 0)
+    end = stops.argmax(1)
+    until = np.minimum.accumulate(sums, axis=1).cumsum(1)
+    total = until[rows, end - 1] * (end > 0)
     # The even lag of the pair that ended the sequence still counts, once, if it is
     # positive.
-    even = rho[rows, 2 * kept]
-    tau = -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)
-    return tau, (kept == pairs) & (pairs < most)
+    even = rho[rows, 2 * end]
+    counts = (even > 0) | (sums[rows, end] >= 0)
+    return -1 + 2 * total + np.where(counts, even, 0)
 
 
 # of chains ----------------------------------------------------------------------------

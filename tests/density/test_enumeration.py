@@ -439,15 +439,12 @@ def weighted(y: Tensor) -> None:
     ("model", "message"),
     [
         (added_up, "'k' can't be summed out: the model has another density"),
-        (
-            product_outside,
-            "site 'y' depends on the discrete site 'u', but lies outside",
-        ),
+        (product_outside, "'u', 'v' can't be summed out: the model has another"),
         (mean_inside, "'u' can't be summed out: the model has another density"),
         (maximum_outside, "'u' can't be summed out: the model has another density"),
         (sum_in_other_plate, "'u' can't be summed out: the model has another density"),
-        (sum_over_inner_plate, "discrete site 'v', but lies outside of its plates"),
-        (plate_forgotten, "discrete site 'u', but lies outside of its plates"),
+        (sum_over_inner_plate, "'u', 'v' can't be summed out: the model has another"),
+        (plate_forgotten, "'u' can't be summed out: the model has another density"),
         (sharp_posterior, "'u' can't be summed out: the model has another density"),
         (weighted, "only supports scalar poutine.scale"),
         (all_at_once, "'k0', 'k1', 'k2' can't be summed out"),
