@@ -52,7 +52,8 @@ INSIDE = {
         ["registry", "rotations"],
         ["symmetry"],
         ["integer_algebra", "reads", "trace"],
-        ["flow", "linear_twin", "verify"],
+        ["flow", "linear_twin"],
+        ["verify"],
         ["cells", "model_density", "repeats", "rules"],
         [
             *("alike", "completeness", "conservation_law", "members", "model_check"),

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +37,8 @@ from pyro_symmetric._process import (
     without_fast_attention,
     without_warnings,
 )
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Names, described
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable, gradients
 from pyro_symmetric.discovery.rotations import confirmed
 from pyro_symmetric.discovery.symmetry import (
     CONSTANT,
@@ -132,7 +134,7 @@ def verify(
                 f"inputs[{number}] is {described(value)}, which is empty; there is "
                 "nothing to compare"
             )
-    outputs = _Points(symmetry, net, inputs, kwargs)
+    outputs = _Points(_Copy(symmetry, net, inputs, kwargs), True)
     broken, error = broken_moves(symmetry.group, outputs.change, trials)
     return Verification(
         "the network's outputs",
@@ -158,16 +160,15 @@ def repaired(
         inputs of some sizes reach. If it doesn't, fresh weights tell what holds.
     """
     dropped: list[BrokenMove] = []
-    points = _Points if bounded else _OnePoint
     try:
-        outputs = points(symmetry, net, inputs, kwargs)
+        outputs = _Points(_Copy(symmetry, net, inputs, kwargs), bounded)
         while broken := broken_moves(symmetry.group, outputs.change)[0]:
             untried = {(one.move, one.name) for one in broken if one.move != "permute"}
             untried -= {*symmetry.eval_only}
-            if untried and outputs.at_own.has_train_mode:  # do they hold without it?
+            if untried and outputs.all[0].has_train_mode:  # do they hold without it?
                 in_eval = (*symmetry.seen_in_eval, *sorted(untried))
                 symmetry = replace(symmetry, seen_in_eval=in_eval)
-                outputs = points(symmetry, net, inputs, kwargs)
+                outputs.copy.symmetry = symmetry
                 continue
             dropped += broken
             for one in broken:
@@ -482,6 +483,8 @@ class _Copy:
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :ivar weights: the copy's own tensors, by site.
+    :ivar origin: the network's weights, with random numbers in place of constants.
+    :raises InconclusiveError: if the network is on the meta device.
     """
 
     def __init__(
@@ -491,11 +494,17 @@ class _Copy:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
     ):
-        self.net = copied(net, torch.float64)
+        if any(parameter.is_meta for parameter in net.parameters()):
+            raise InconclusiveError(
+                f"inconclusive: {type(net).__name__} is on the meta device, which "
+                "holds no numbers"
+            )
+        self.original, self.net = net, copied(net, torch.float64)
         self.weights = symmetry.weights_of(self.net)
+        self.origin = _weights_without_constants(symmetry, net)
+        self.size = sum(value.numel() for value in self.origin.values())
         self.call = TensorsOnly(self.net, args, kwargs)
-        self.logits, self.seed = symmetry.logits, drawn_seed()
-        self.eval_only = symmetry.eval_only
+        self.symmetry, self.seed = symmetry, drawn_seed()
         # the point whose weights are loaded, and the sites that differ from its own
         self.loaded: _Outputs | None = None
         self.changed = set[str]()
@@ -544,9 +553,67 @@ class _Copy:
                 for name, value in self.net.named_buffers():
                     if name in buffers and value.shape == buffers[name].shape:
                         value.copy_(buffers[name])
-        if not self.logits:
+        if not self.symmetry.logits:
             return outputs
         return [out.log_softmax(-1) if out.dim() else out for out in outputs]
+
+    # points ---------------------------------------------------------------------------
+
+    def at_own_weights(self) -> _Outputs:
+        """Evaluate the network near its own weights: at random inputs if it runs at
+        these, else at the example.
+
+        :raises ValueError: if it doesn't take the inputs.
+        :raises InconclusiveError: if it does, but nothing can be compared.
+        """
+        try:
+            return _Outputs(self, self.origin, self._random_inputs(1.0))
+        except InconclusiveError as error:
+            with suppress(InconclusiveError):
+                return _Outputs(self, self.origin, self._example_inputs())
+            try_out(copied(self.original).eval(), *self.call.given)
+            raise error
+
+    def at_fresh_weights(self, size: float) -> _Outputs | None:
+        """Evaluate the network at fresh weights and inputs of a size; None if it has no
+        outputs there.
+
+        Weights of a small network are drawn anew while they leave all units of a set
+        off; the best are returned.
+        """
+        best: _Outputs | None = None
+        for _ in range(DRAWS if self.size < SMALL else 1):
+            drawn = {
+                site: fresh(value, site in self.symmetry.buffers)
+                if _real(value)
+                else value
+                for site, value in self.origin.items()
+            }
+            with suppress(InconclusiveError):
+                point = _Outputs(self, drawn, self._random_inputs(size))
+                if self.size >= SMALL:
+                    return point
+                if best is None or len(point.off) < len(best.off):
+                    best = point
+                if not point.off:
+                    break
+        return best
+
+    def _example_inputs(self) -> list[Tensor]:
+        """Return the example's tensors in double precision."""
+        return [
+            x.detach().to(in_precision(x.dtype, torch.float64))
+            for x in self.call.tensors
+        ]
+
+    def _random_inputs(self, size: float) -> list[Tensor]:
+        """Draw normal numbers of a size in place of the example's real and complex
+        ones.
+        """
+        return [
+            size * torch.randn_like(x) if _real(x) else x
+            for x in self._example_inputs()
+        ]
 
 
 class _Points:
@@ -554,168 +621,62 @@ class _Points:
     sizes.
 
     A unit that no input switches on at the network's own weights may be on at others,
-    and large inputs reach clamps that others don't.
+    and large inputs reach clamps that others don't. Without bounds, what holds at
+    generic weights and inputs holds at all: then fresh ones are enough, unless they are
+    too rough for a verdict.
 
-    :ivar unknown: names of units that are multiplied or shifted, none of which was on
-        at any point.
+    :ivar at_own: None as long as fresh weights are enough.
     """
 
-    def __init__(
-        self,
-        symmetry: Symmetry,
-        net: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-    ):
-        self.at_own = _at_own_weights(symmetry, net, args, kwargs)
-        self.at_fresh = list[_Outputs]()
-        self.unknown: tuple[str, ...] = ()
-        self.copy = self.at_own.copy
-        weights = _weights_without_constants(symmetry, net)
-        weight_count = sum(value.numel() for value in weights.values())
-        if weight_count < SMALL:
-            self._add_points_where_units_are_on(symmetry, weights)
-        elif weight_count < LARGE:
-            point = self._fresh(symmetry, weights, 1.0)
-            self.at_fresh += [point] if point else []
+    def __init__(self, copy: _Copy, bounded: bool):
+        self.copy = copy
+        self.at_own = copy.at_own_weights() if bounded else None
+        sizes = INPUT_SIZES if bounded and copy.size < SMALL else (1.0,)
+        few = bounded and copy.size >= LARGE
+        points = map(copy.at_fresh_weights, () if few else sizes)
+        self.at_fresh = [point for point in points if point is not None]
+        if not self.at_fresh and self.at_own is None:
+            self.at_own = copy.at_own_weights()
 
-    def _add_points_where_units_are_on(
-        self, symmetry: Symmetry, weights: Weights
-    ) -> None:
-        """Add a point for each size of inputs, drawn anew while it leaves all units of
-        a set off.
-        """
-        multiplied = _multiplied(symmetry.group)
-        always_off = set(self.at_own.off(symmetry.group, multiplied))
-        for size in INPUT_SIZES:
-            best, off = self._point_where_units_are_on(symmetry, weights, size)
-            if best is not None:
-                self.at_fresh.append(best)
-                always_off &= set(off)
-        self.unknown = tuple(sorted(always_off))
-
-    def _point_where_units_are_on(
-        self, symmetry: Symmetry, weights: Weights, size: float
-    ) -> tuple[_Outputs | None, list[str]]:
-        """Draw points until one leaves no set of units off, and return the best, with
-        what it leaves off.
-        """
-        multiplied = _multiplied(symmetry.group)
-        best, fewest = None, multiplied
-        for _ in range(DRAWS):
-            point = self._fresh(symmetry, weights, size)
-            if point is None:
-                continue
-            off = point.off(symmetry.group, multiplied)
-            if best is None or len(off) < len(fewest):
-                best, fewest = point, off
-            if not off:
-                break
-        return best, fewest
-
-    def _fresh(
-        self, symmetry: Symmetry, weights: Weights, size: float
-    ) -> _Outputs | None:
-        """Draw a point with fresh weights; None if the network has no outputs there."""
-        drawn = {
-            site: fresh(value, site in symmetry.buffers) if _real(value) else value
-            for site, value in weights.items()
-        }
-        inputs = _random_inputs(self.copy.call, size)
-        with suppress(InconclusiveError):
-            return _Outputs(self.copy, drawn, inputs)
-        return None
+    @property
+    def all(self) -> list[_Outputs]:
+        """The points, the network's own weights first."""
+        return [*filter(None, [self.at_own]), *self.at_fresh]
 
     @property
     def tolerance(self) -> float:
         """The largest change that passes at any point."""
-        return max(point.tolerance for point in (self.at_own, *self.at_fresh))
+        return max(point.tolerance for point in self.all)
+
+    @property
+    def unknown(self) -> Names:
+        """The names of units that are multiplied or shifted, none of which was on at
+        any point of a small network.
+        """
+        if self.copy.size >= SMALL:
+            return ()
+        return tuple(sorted(set.intersection(*(set(one.off) for one in self.all))))
 
     def change(self, element: Element) -> Change:
         """Return the largest change by an element at all points, or that at the first
         at which it is broken.
         """
+        if self.at_own is None:
+            with suppress(InconclusiveError):
+                (point,) = self.at_fresh
+                change = point.change(element)
+                if change.broken or point.tolerance == TOLERANCE:
+                    return change
+            self.at_own = self.copy.at_own_weights()
         largest = self.at_own.change(element)
         for point in self.at_fresh:
             if largest.broken:
                 break
             # too rough there for a verdict
             with suppress(InconclusiveError):
-                largest = max(
-                    largest,
-                    point.change(element),
-                    key=lambda change: (change.broken, change.size),
-                )
+                change = point.change(element)
+                largest = max(largest, change, key=lambda one: (one.broken, one.size))
         return largest
-
-
-class _OnePoint(_Points):
-    """A network's outputs at fresh weights alone, or at its own if it has none there.
-
-    What holds at generic weights and inputs holds at all, unless there are bounds.
-    """
-
-    def __init__(
-        self,
-        symmetry: Symmetry,
-        net: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-    ):
-        self.at_fresh, self.unknown = [], ()
-        self.again: Callable[[], _Outputs] | None = None
-        if not any(parameter.is_meta for parameter in net.parameters()):
-            self.copy = _Copy(symmetry, net, args, kwargs)
-            weights = _weights_without_constants(symmetry, net)
-            if sum(value.numel() for value in weights.values()) < SMALL:
-                point, _ = self._point_where_units_are_on(symmetry, weights, 1.0)
-            else:
-                point = self._fresh(symmetry, weights, 1.0)
-            if point is not None:
-                self.at_own = point
-                self.again = lambda: _at_own_weights(symmetry, net, args, kwargs)
-                return
-        self.at_own = _at_own_weights(symmetry, net, args, kwargs)
-
-    def change(self, element: Element) -> Change:
-        """Return the change by an element; also that at the network's own weights if
-        fresh ones are too rough for a verdict.
-        """
-        if self.again is not None:
-            with suppress(InconclusiveError):
-                change = self.at_own.change(element)
-                if change.broken or self.at_own.tolerance == TOLERANCE:
-                    return change
-            self.at_fresh, self.at_own, self.again = [self.at_own], self.again(), None
-        return super().change(element)
-
-
-def _at_own_weights(
-    symmetry: Symmetry,
-    net: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-) -> _Outputs:
-    """Evaluate a network near its own weights: at random inputs if it runs at these,
-    else at the example.
-
-    :raises ValueError: if it doesn't take the inputs.
-    :raises InconclusiveError: if it does, but nothing can be compared.
-    """
-    if any(parameter.is_meta for parameter in net.parameters()):
-        raise InconclusiveError(
-            f"inconclusive: {type(net).__name__} is on the meta device, which holds no "
-            "numbers"
-        )
-    copy = _Copy(symmetry, net, args, kwargs)
-    weights = _weights_without_constants(symmetry, net)
-    try:
-        return _Outputs(copy, weights, _random_inputs(copy.call, 1.0))
-    except InconclusiveError as error:
-        with suppress(InconclusiveError):
-            return _Outputs(copy, weights, _example_inputs(copy.call))
-        try_out(copied(net).eval(), args, kwargs)
-        raise error
 
 
 def _weights_without_constants(symmetry: Symmetry, net: nn.Module) -> Weights:
@@ -726,20 +687,6 @@ def _weights_without_constants(symmetry: Symmetry, net: nn.Module) -> Weights:
             if float(value.std(correction=0)) < CONSTANT:
                 weights[site] = near(value, site in symmetry.buffers)
     return weights
-
-
-def _example_inputs(call: TensorsOnly) -> list[Tensor]:
-    """Return the example's tensors in double precision."""
-    return [x.detach().to(in_precision(x.dtype, torch.float64)) for x in call.tensors]
-
-
-def _random_inputs(call: TensorsOnly, size: float) -> list[Tensor]:
-    """Draw normal numbers of a size in place of the example's real and complex
-    ones.
-    """
-    return [
-        size * torch.randn_like(x) if _real(x) else x for x in _example_inputs(call)
-    ]
 
 
 class _Outputs:
@@ -782,7 +729,7 @@ class _Outputs:
         What holds in eval mode alone is applied after train mode is compared.
         """
         group = element.group
-        in_eval = set(self.copy.eval_only) & set(moves_in(group))
+        in_eval = set(self.copy.symmetry.eval_only) & set(moves_in(group))
         in_both = set(moves_in(group)) - in_eval
         first = only(element, in_both) if in_eval else element
         self.copy.load(
@@ -833,10 +780,14 @@ class _Outputs:
             )
         return max(TOLERANCE, ROUNDINGS * size)
 
-    def off(self, group: Group, names: Iterable[str]) -> list[str]:
-        """Return those of some units of which no weight has a gradient here: none of
-        them is on; none if the network has no derivatives.
+    @cached_property
+    def off(self) -> list[str]:
+        """The names of units that are multiplied or shifted of which no weight has a
+        gradient here: none of them is on; none if the network has no derivatives.
+
+        Which units may be exchanged shows in how they are read, on or off.
         """
+        group = self.copy.symmetry.group
         self.copy.load(self, self._own, ())
         weights = {
             site: value
@@ -849,21 +800,16 @@ class _Outputs:
                 value.requires_grad_()
             with torch.enable_grad():
                 outputs = self.copy.run(self.inputs, False) or []
-                terms = [
-                    (out * torch.randn_like(out)).real.sum()
-                    for out in outputs
-                    if out.requires_grad
-                ]
-                gradients = torch.autograd.grad(
-                    torch.stack(terms).sum(), [*weights.values()], allow_unused=True
-                )
-        except (RuntimeError, TypeError, InconclusiveError):
+            (gradient,) = gradients(outputs, weights, 1)
+        except (RuntimeError, TypeError, InconclusiveError, NotDifferentiable):
             return []
         finally:
             for site, value in weights.items():
                 value.requires_grad_(required[site])
-        gradient_of = dict(zip(weights, gradients, strict=True))
-        return [name for name in names if not _is_on(group[name], gradient_of)]
+        moves = (move for move in MOVES if move != "permute")
+        multiplied = {name for move in moves for name in group.names(move)}
+        off = [name for name in multiplied if not _is_on(group[name], gradient)]
+        return off if gradient else []
 
     def _own(self, site: str) -> Tensor:
         """Put a site's own weights into the copy, and return them: each further array
@@ -887,15 +833,7 @@ class _Outputs:
             return self.copy.run(self.inputs, train)
 
 
-def _multiplied(group: Group) -> list[str]:
-    """Return the names of units that are multiplied or shifted: which units may be
-    exchanged shows in how they are read, on or off.
-    """
-    names = (group.names(move) for move in MOVES if move != "permute")
-    return sorted({name for of_move in names for name in of_move})
-
-
-def _is_on(units: Units, gradient_of: Mapping[str, Tensor | None]) -> bool:
+def _is_on(units: Units, gradient_of: Weights) -> bool:
     """Return whether any weight of some units has a gradient."""
     for axis in units.axes:
         gradient = gradient_of.get(axis.site)
