@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+import operator
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +35,6 @@ from pyro_symmetric.groups import Axis
 from pyro_symmetric.weights import map_values
 
 Calls = Sequence[fx.Node]  # operators in the order of the graph
-TRIED = 20  # stretches of operators: a chain of a thousand layers has half a million
 
 
 class Repeats(NamedTuple):
@@ -193,37 +195,72 @@ def _longest_run(
     operators.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    codes = np.unique(
-        [_signature(node, constants) for node in calls], return_inverse=True
-    )[1]
-    candidates = [
-        (-((end - start) // period * period), period, start, end)
-        for period in range(2, len(calls) // 2 + 1)
-        for start, end in _stretches(codes[period:] == codes[:-period])
-        if end - start >= 2 * period  # three blocks, of which one is saved
-    ]
-    for _, period, start, end in sorted(candidates)[:TRIED]:
-        blocks = _blocks(calls, period, start, end, site_of)
+    labels = {node: node.name for node in graph.nodes}
+    for node in graph.nodes:
+        if node.name in site_of:
+            labels[node] = f"{constants.get(node.name)} {_form(node)}"
+    candidates = list[list[Calls]]()
+    for starts in _starts(calls):
+        candidates += _equal_stretches(calls, starts, labels)
+    for run in sorted(candidates, key=lambda run: -len(run[0]) * (len(run) - 2)):
+        blocks = _blocks(run, site_of)
         sites = [block.sites for block in blocks]
-        free = not any(site in taken for own in sites for site in own)
-        if (
-            len(blocks) > 2
-            and free
-            and _alone(blocks, graph, site_of, laws)
-            and _obey_alike(sites, laws)
-        ):
-            return blocks
+        if not any(site in taken for block in blocks for site in block.sites):
+            if _alone(blocks, graph, site_of, laws) and _obey_alike(sites, laws):
+                return blocks
     return []
 
 
-def _signature(node: fx.Node, constants: Mapping[str, bytes]) -> str:
-    """Return what equal calls share: operator, numbers, constants, shapes and dtypes,
-    but not what else they read.
+def _starts(calls: Calls) -> list[list[int]]:
+    """Return where modules begin that differ in a number of their path, ``layers.0``
+    and ``layers.1``, say.
     """
-    given = fx.map_arg(
-        (node.args, node.kwargs), lambda read: constants.get(read.name, "read")
+    first = dict[str, dict[str, int]]()  # path without the number -> path -> its start
+    for place, call in enumerate(calls):
+        for path, _ in (call.meta.get("nn_module_stack") or {}).values():
+            first.setdefault(path.rstrip("0123456789"), {}).setdefault(path, place)
+    return [[*places.values()] for places in first.values() if len(places) > 2]
+
+
+def _equal_stretches(
+    calls: Calls, starts: list[int], labels: dict[fx.Node, Any]
+) -> list[list[Calls]]:
+    """Cut calls at the starts of modules, the last as long as the one before it, and
+    return stretches of three and more that are equal but for the sites that they read.
+
+    A result of the same or of the previous module counts by how far back it is.
+    """
+    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]
+    blocks = []
+    for start, end in zip(starts, ends, strict=True):
+        first = max(0, 2 * start - end)
+        near = {call: at - start for at, call in enumerate(calls[first:end], first)}
+        seen = ChainMap[fx.Node, Any](near, labels)
+        signatures = [_signature(call, seen) for call in calls[start:end]]
+        blocks.append((signatures, calls[start:end]))
+    groups = itertools.groupby(blocks, operator.itemgetter(0))
+    stretches = [[block for _, block in equal] for _, equal in groups]
+    return [blocks for blocks in stretches if len(blocks) > 2]
+
+
+def _blocks(run: Sequence[Calls], site_of: Mapping[str, str]) -> list[_Block]:
+    """Return blocks with the sites that differ between them."""
+    read = (
+        [site_of.get(one.name, "") for call in calls for one in arguments_of(call)]
+        for calls in run
     )
-    return f"{node.target} {given} {_form(node)}"
+    columns = dict.fromkeys(zip(*read, strict=True))
+    differing = [column for column in columns if len(set(column)) > 1]
+    sites = map(list, zip(*differing, strict=True))
+    return [_Block(*block) for block in zip(run, sites, strict=False)]
+
+
+def _signature(call: fx.Node, seen: Mapping[fx.Node, Any]) -> str:
+    """Return what equal calls share: operator, numbers, shapes and dtypes, and what
+    their block sees of what they read.
+    """
+    given = fx.map_arg((call.args, call.kwargs), seen.__getitem__)
+    return f"{call.target} {given} {_form(call)}"
 
 
 def _digest(value: Tensor) -> bytes:
@@ -235,72 +272,6 @@ def _digest(value: Tensor) -> bytes:
     return hashlib.sha256(
         value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     ).digest()
-
-
-def _stretches(mask: Any) -> Iterator[tuple[int, int]]:
-    """Iterate over the stretches of true entries, as the start and the end of each."""
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], mask, [False]]).astype(int))
-    )
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
-def _blocks(
-    calls: Calls, period: int, start: int, end: int, site_of: Mapping[str, str]
-) -> list[_Block]:
-    """Cut a stretch, each of whose calls looks like the one a period later, into blocks
-    that read alike.
-
-    They begin where the fewest values cross: a stream, not the units of one layer.
-    """
-    number = {node: i for i, node in enumerate(calls)}
-
-    def reads_alike(one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two calls read the same, or results a period apart, or sites
-        of their own.
-        """
-        for a, b in zip(arguments_of(one), arguments_of(other), strict=True):
-            apart = a in number and b in number and number[b] - number[a] == period
-            own = a.name in site_of and b.name in site_of
-            if a is not b and not ((apart or own) and _form(a) == _form(b)):
-                return False
-        return True
-
-    alike = [reads_alike(calls[i], calls[i + period]) for i in range(start, end)]
-    first, last = max(
-        _stretches(alike), key=lambda one: one[1] - one[0], default=(0, 0)
-    )
-    first = start + first
-    last = start + last
-    if last - first < period:
-        return []
-    crossing = np.zeros(len(calls) + 1, dtype=int)
-    for i, node in enumerate(calls):
-        crossing[
-            i + 1 : max(
-                (number.get(user, len(calls)) for user in node.users), default=i
-            )
-            + 1
-        ] += 1
-    first += int(crossing[first : min(first + period, last - period + 1)].argmin())
-    blocks = [calls[at : at + period] for at in range(first, last + 1, period)]
-    read = (
-        [site_of.get(one.name, "") for call in block for one in arguments_of(call)]
-        for block in blocks
-    )
-    own = [
-        column
-        for column in dict.fromkeys(zip(*read, strict=True))
-        if len(set(column)) > 1
-    ]
-    return (
-        [
-            _Block(*one)
-            for one in zip(blocks, map(list, zip(*own, strict=True)), strict=True)
-        ]
-        if own
-        else []
-    )
 
 
 def _alone(
