@@ -198,7 +198,7 @@ def _longest_run(
     labels = {node: node.name for node in graph.nodes}
     for node in graph.nodes:
         if node.name in site_of:
-            labels[node] = f"{constants.get(node.name)} {_form(node)}"
+            labels[node] = f"{constants.get(node.name)!r} {_form(node)}"
     candidates = list[list[Calls]]()
     for starts in _starts(calls):
         candidates += _equal_stretches(calls, starts, labels)
