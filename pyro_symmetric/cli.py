@@ -11,24 +11,23 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 
 from pyro_symmetric._version import __version__
-from pyro_symmetric.arguments import did_you_mean
+from pyro_symmetric.arguments import Json, Names, Shape, did_you_mean
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.networks import import_torchvision, net_from_callable
 from pyro_symmetric.study import StudySettings, run_study
 from pyro_symmetric.study.methods import list_methods
 
 
-def widths(text: str) -> tuple[int, ...]:
+def widths(text: str) -> Shape:
     """Parse ``32,32`` as (32, 32)."""
     return tuple(int(part) for part in text.split(","))
 
 
-def names(text: str) -> tuple[str, ...]:
+def names(text: str) -> Names:
     """Parse ``a,b`` as ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -106,7 +105,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for field in fields(StudySettings):
-        option: dict[str, Any] = {"default": field.default, **field.metadata}
+        option: Json = {"default": field.default, **field.metadata}
         if field.type == "bool":
             option["action"] = (
                 argparse.BooleanOptionalAction if field.default else "store_true"
@@ -226,9 +225,7 @@ def symmetries(options: argparse.Namespace) -> int:
     return 0
 
 
-def load_net(
-    name: str, input_shape: tuple[int, ...], num_outputs: int
-) -> torch.nn.Module:
+def load_net(name: str, input_shape: Shape, num_outputs: int) -> torch.nn.Module:
     """Build a torchvision model with random weights, or a user's network as ``compare
     --net`` does.
 

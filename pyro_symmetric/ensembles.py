@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Device, described
+from pyro_symmetric.arguments import Device, Json, described
 from pyro_symmetric.density.eager import require_data
 from pyro_symmetric.models import (
     BayesianModel,
@@ -236,7 +236,7 @@ class Objective:
             return self.loss(self.constrain(unconstrained), buffers, x, y)
 
         axis = None if isinstance(rows, slice) else 0
-        options: dict[str, Any] = {
+        options: Json = {
             "in_dims": (0, 0, axis, axis),
             "randomness": "different",
         }

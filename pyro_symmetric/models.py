@@ -45,6 +45,7 @@ from pyro_symmetric.weights import (
     require_sites,
 )
 
+Priors = dict[str, dist.TorchDistribution]  # of sites
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
 
@@ -179,7 +180,7 @@ class BayesianModel(nn.Module):
             prior, _named_likelihood(likelihood), temperature
         )
         self.num_data = num_data
-        self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
+        self._prior_cache: tuple[object, Priors] = (None, {})
         patterns = getattr(self.prior, "scales", {})
         names = list(self._parameters_of_net())
         if unmatched := [
@@ -196,7 +197,7 @@ class BayesianModel(nn.Module):
     def _parameters_of_net(self) -> Weights:
         return dict(self.net.named_parameters())
 
-    def priors(self) -> dict[str, dist.TorchDistribution]:
+    def priors(self) -> Priors:
         """Return the prior of each latent site, on the network's device and in its
         dtype.
         """
@@ -422,7 +423,7 @@ class Likelihood(Protocol):
     def temperature(self) -> float:
         """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
 
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+    def latents(self, like: Tensor) -> Priors:
         """Return the priors of the likelihood's own latent sites, on the device and in
         the dtype of ``like``.
         """
@@ -461,7 +462,7 @@ class CategoricalLikelihood:
     def __post_init__(self) -> None:
         arguments.positive("temperature", self.temperature)
 
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+    def latents(self, like: Tensor) -> Priors:
         return {}
 
     def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
@@ -506,7 +507,7 @@ class GaussianLikelihood:
         arguments.positive("scale", self.scale, none="one that is learnt")
         arguments.positive("prior_scale", self.prior_scale)
 
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+    def latents(self, like: Tensor) -> Priors:
         return (
             {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))}
             if self.scale is None

@@ -130,9 +130,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def net_from_callable(
-    spec: str, input_shape: tuple[int, ...], num_outputs: int
-) -> nn.Module:
+def net_from_callable(spec: str, input_shape: Shape, num_outputs: int) -> nn.Module:
     """Build a network by ``package.module:callable``, called with ``(input_shape,
     num_outputs)`` or without arguments.
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments, plots
 from pyro_symmetric._process import without_warnings
+from pyro_symmetric.arguments import Json, Names
 from pyro_symmetric.canonical.forms import doubtful_axes
 from pyro_symmetric.compare.frames import frame_of_orbits, one_frame
 from pyro_symmetric.compare.labels import uncertain_labels
@@ -104,7 +105,7 @@ class Diagnosis:
     checks: tuple[Check, ...]
     statistics: Statistics
     draws: str
-    remarks: tuple[str, ...] = ()
+    remarks: Names = ()
     of_network: bool = True
 
     @property
@@ -140,7 +141,7 @@ class Diagnosis:
     def __contains__(self, name: str) -> bool:
         return any(check.name == name for check in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return checks and statistics as JSON."""
         summaries = {
             space: {site: s.summary() for site, s in sites.items()}
@@ -195,7 +196,7 @@ class Diagnosis:
         rows = [("status", "check", "finding"), *self._rows(self.checks)]
         return html_table(head, rows, self.remarks)
 
-    def _rows(self, checks: Sequence[Check]) -> list[tuple[str, ...]]:
+    def _rows(self, checks: Sequence[Check]) -> list[Names]:
         return [
             (check.status, self._shown(check.name), check.words) for check in checks
         ]
@@ -346,7 +347,7 @@ def _on_uncertain_labels(
     yield f"so both count: as drawn {r_hats[WEIGHTS]}; modulo symmetry {r_hats[MODULO]}"
 
 
-def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:
+def _soundness(posterior: Posterior, spaces: Json) -> Iterator[Check]:
     """Check that draws are finite; then count independent ones, or find chains that are
     copies of others.
     """
@@ -384,7 +385,7 @@ def _convergence(
     ]
 
 
-def _finite(spaces: dict[str, Any]) -> Check:
+def _finite(spaces: Json) -> Check:
     """Check that the values of all spaces are finite."""
     return diagnostics.finite(
         {
@@ -428,7 +429,7 @@ def _is_network(posterior: Posterior) -> bool:
 
 @torch.no_grad()
 def _spaces(
-    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: dict[str, Any]
+    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: Json
 ) -> dict[str, dict[str, Tensor]]:
     """Collect the spaces in which chains are compared: space -> site -> ``(chains,
     draws, ...)``.

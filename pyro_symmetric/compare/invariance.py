@@ -28,7 +28,6 @@ odd ones.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare.draws import thinned
 from pyro_symmetric.compare.results import Parts, SignificanceTest
 from pyro_symmetric.discovery.model_carried import AUTO, Auto, required_symmetry
@@ -197,7 +197,7 @@ def _unit_axes(group: Group, name: str) -> list[Axis]:
     return first or [axis for _, axis in alone]
 
 
-def _index_test(units: Tensor) -> dict[str, Any]:
+def _index_test(units: Tensor) -> Json:
     """Count the draws in which each unit of each copy has the largest weight, and test
     that the counts are uniform.
 
@@ -225,7 +225,7 @@ def _index_test(units: Tensor) -> dict[str, Any]:
     }
 
 
-def _marginal_tests(units: Tensor, level: float) -> tuple[dict[str, Any], float]:
+def _marginal_tests(units: Tensor, level: float) -> tuple[Json, float]:
     """Test pairs of units for equal marginals.
 
     :param units: ``(draws, n, positions)``; the positions of several copies are

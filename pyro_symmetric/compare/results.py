@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from pyro_symmetric import plots
+from pyro_symmetric.arguments import Json, Names, Shape
 from pyro_symmetric.posterior.tables import html_table, table
 
-Parts = dict[str, dict[str, Any]]  # part -> name -> number or array
+Parts = dict[str, Json]  # part -> name -> number or array
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +41,7 @@ class DistanceResult:
     """
 
     title: str
-    num_samples: tuple[int, ...]
+    num_samples: Shape
     totals: dict[str, float]
     parts: Parts = field(default_factory=dict)
     each: Any = None
@@ -53,7 +54,7 @@ class DistanceResult:
     def __getitem__(self, name: str) -> float:
         return self.totals[name]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the result as JSON."""
         totals = {"title": self.title, "value": self.value, **self.totals}
         return plain({**totals, "num_samples": self.num_samples, "parts": self.parts})
@@ -96,7 +97,7 @@ class SignificanceTest:
     """
 
     title: str
-    num_samples: tuple[int, ...]
+    num_samples: Shape
     p_value: float
     level: float
     verdict: str
@@ -111,7 +112,7 @@ class SignificanceTest:
         """Return whether the null hypothesis passes: true if it isn't rejected."""
         return not self.rejected
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the result as JSON."""
         return plain({**vars(self), "rejected": self.rejected})
 
@@ -136,7 +137,7 @@ class Scores(dict[str, Any]):
 
         :raises ValueError: if the scores hold neither.
         """
-        lines: dict[str, Any] = {"calibrated": ((0, 1), (0, 1))}
+        lines: Json = {"calibrated": ((0, 1), (0, 1))}
         if "coverage" in self:
             xlabel, ylabel = "level of the interval", "share of targets inside"
             lines["model"] = (list(self["coverage"]), list(self["coverage"].values()))
@@ -150,7 +151,7 @@ class Scores(dict[str, Any]):
             )
         return plots.curves(ax, lines, xlabel, ylabel, marker=".")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the result as JSON."""
         return plain(self)
 
@@ -170,7 +171,7 @@ def by_part(parts: Parts) -> str:
     return table(rows) if rows else ""
 
 
-def part_rows(parts: Parts) -> list[tuple[str, ...]]:
+def part_rows(parts: Parts) -> list[Names]:
     """Return a head, and a row of single numbers for each part; none without parts."""
     first = next(iter(parts.values()), {})
     names = [name for name, value in first.items() if isinstance(value, int | float)]

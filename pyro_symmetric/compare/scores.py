@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.results import DistanceResult, Scores
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import ByName, require_finite
+from pyro_symmetric.weights import ByName, drop_names, require_finite
 
 # class probabilities, or a regression's means and noise scale
 Prediction = Tensor | tuple[Tensor, Tensor | float]
@@ -86,43 +87,28 @@ def classification(
     correct = (predicted == labels).double()
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
     curve = _calibration_curve(confidence, correct, num_bins)
+    misses = (curve.accuracy - curve.confidence).abs().nan_to_num(0.0)
+    gaps = (correct - confidence)[confidence.argsort(stable=True)]
+    bins = gaps.tensor_split(min(num_bins, len(gaps)))
+    least = torch.finfo(probabilities.dtype).tiny
     inside = _uncertainties(members)
-    outside = {}
+    outside: ByName = {}
     if ood_probabilities is not None:
         ood = members_of(ood_probabilities, "ood_probabilities")
         if ood.shape[::2] != members.shape[::2]:
             raise ValueError(
-                f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but "
-                "probabilities has "
-                f"{tuple(probabilities.shape)}; members and classes must agree"
+                f"ood_probabilities has shape {tuple(ood.shape)}, but probabilities "
+                f"{tuple(members.shape)}; members and classes must agree"
             )
         outside = _uncertainties(ood)
-    means = [
-        {
-            name: float(v.mean())
-            for name, v in s.items()
-            if name != "maximum_probability"
-        }
-        for s in (inside, outside)
-    ]
-    gaps = (correct - confidence)[confidence.argsort(stable=True)].tensor_split(
-        min(num_bins, len(correct))
-    )
     return Scores(
         accuracy=float(correct.mean()),
-        nll=float(
-            -of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean()
-        ),
+        nll=float(-of_label.clamp(min=least).log().mean()),
         brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
-        ece=float(
-            (
-                (curve.accuracy - curve.confidence).abs().nan_to_num(0.0) * curve.count
-            ).sum()
-            / len(correct)
-        ),
-        adaptive_ece=float(sum(part.sum().abs() for part in gaps)) / len(correct),
-        uncertainty=means[0],
-        uncertainty_ood=means[1],
+        ece=float((misses * curve.count).sum() / len(gaps)),
+        adaptive_ece=float(sum(part.sum().abs() for part in bins)) / len(gaps),
+        uncertainty=_means(inside),
+        uncertainty_ood=_means(outside),
         detection={name: detect(inside[name], outside[name]) for name in outside},
         calibration=curve,
     )
@@ -154,29 +140,30 @@ def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> S
     :raises ValueError: if shapes don't fit, or values are not finite or not positive.
     """
     means, scale = gaussians(means, noise_scale)
+    expected = tuple(means.shape[1:])
     shape = tuple(arguments.tensor("targets", targets).shape)
-    if shape != means.shape[1:] and (*shape, 1) != means.shape[1:]:
+    if expected not in (shape, (*shape, 1)):
         raise ValueError(
-            f"targets has shape {shape}, but means predicts {tuple(means.shape[1:])}, "
-            "inputs and outputs"
+            f"targets has shape {shape}, but means predicts {expected}, inputs and "
+            "outputs"
         )
     require_finite({"targets": targets}, "regression")
-    targets = targets.reshape(means.shape[1:]).to(means)
+    targets = targets.reshape(expected).to(means)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
     distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
-    coverage = {
-        level: float((distance <= level / 2).double().mean()) for level in LEVELS
-    }
+    coverage = {}
+    for level in LEVELS:
+        coverage[level] = float((distance <= level / 2).double().mean())
+    misses = [abs(share - level) for level, share in coverage.items()]
     error = means.mean(0) - targets
+    joint = float(log_density.sum(-1).logsumexp(0).mean())
     return Scores(
-        log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean())
-        - math.log(len(means)),
+        log_predictive_density=joint - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
         coverage=coverage,
-        calibration_error=sum(abs(share - level) for level, share in coverage.items())
-        / len(coverage),
+        calibration_error=sum(misses) / len(misses),
     )
 
 
@@ -195,10 +182,8 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
     from sklearn import metrics  # from the extra "study"
 
-    score = torch.cat(
-        [scores.double().cpu() for scores in (scores_in, scores_out)]
-    ).numpy()
-    positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
+    score = torch.cat([scores_in, scores_out]).double().cpu().numpy()
+    positive = np.arange(len(score)) >= len(scores_in)
     false_rate, true_rate, _ = metrics.roc_curve(
         positive, score, drop_intermediate=False
     )
@@ -244,16 +229,13 @@ def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
     """
     p = members_of(probabilities).double()
-    members, inputs, _ = p.shape
     flat = p.flatten(1)
     entropies = entropy(p).sum(1)
-    result = p.new_zeros(members, members)
-    for k in range(members):
-        result[k, k:] = (
-            torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1)
-            - (entropies[k] + entropies[k:]) / 2
-        )
-    upper = (result / inputs).triu(1).clamp(min=0)
+    result = p.new_zeros(len(p), len(p))
+    for k, member in enumerate(flat):
+        mixed = torch.special.entr((member + flat[k:]) / 2).sum(-1)
+        result[k, k:] = mixed - (entropies[k] + entropies[k:]) / 2
+    upper = (result / p.shape[1]).triu(1).clamp(min=0)
     return upper + upper.T
 
 
@@ -298,23 +280,18 @@ def functional_collapse(
     from scipy.stats import rankdata  # takes a quarter of a second to import
 
     within = pairwise_mutual_information(probabilities)
-    outside = pairwise_mutual_information(
-        members_of(ood_probabilities, "ood_probabilities")
-    ).to(within.device)
+    outside = pairwise_mutual_information(ood_probabilities).to(within)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
             f"probabilities holds {len(within)} members and ood_probabilities "
             f"{len(outside)}; both must be predictions "
             "of the same members, at least 3"
         )
-    first, second = torch.triu_indices(
-        len(within), len(within), 1, device=within.device
-    )
-    pairs = torch.stack([within[first, second], outside[first, second]])
+    pair = torch.ones_like(within).triu(1).bool()
+    pairs = torch.stack([within[pair], outside[pair]])
     ranks = torch.from_numpy(rankdata(pairs.cpu().numpy(), axis=1))
-    return FunctionalCollapse(
-        *pairs, *(float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks))
-    )
+    correlations = [float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks)]
+    return FunctionalCollapse(*pairs, *correlations)
 
 
 # distance -----------------------------------------------------------------------------
@@ -359,44 +336,42 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
             "p and q must both be class probabilities, or both pairs (means, "
             "noise_scale)"
         )
-    sides = [
-        gaussians(*side, name=f"the means of {name}")
-        if isinstance(side, tuple)
-        else (members_of(side, name),)
-        for name, side in (("p", p), ("q", q))
-    ]
-    shapes = [tuple(side[0].shape[1:]) for side in sides]
+    first, second = _side(p, "p"), _side(q, "q")
+    shapes = [tuple(side[0].shape[1:]) for side in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"p predicts {shapes[0]} and q {shapes[1]}; inputs, and classes or "
             "outputs, must be the same"
         )
     if isinstance(p, tuple):
-        by_input = _between_mixtures(*sides)
+        by_input = _between_mixtures(first, second)
     else:
-        first, second = (side[0].mean(0, dtype=torch.float64) for side in sides)
-        by_input = (first - second).abs().sum(-1) / 2
+        means = [side[0].mean(0, dtype=torch.float64) for side in (first, second)]
+        by_input = (means[0] - means[1]).abs().sum(-1) / 2
     return DistanceResult(
         title="Total variation of predictions",
-        num_samples=tuple(len(side[0]) for side in sides),
+        num_samples=(len(first[0]), len(second[0])),
         totals={"mean": float(by_input.mean()), "maximum": float(by_input.max())},
         each=by_input.cpu(),
     )
+
+
+def _side(prediction: Prediction, name: str) -> tuple[Tensor, ...]:
+    """Check one side of a distance: probabilities, or means and scales of members."""
+    if isinstance(prediction, tuple):
+        return gaussians(*prediction, name=f"the means of {name}")
+    return (members_of(prediction, name),)
 
 
 def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
     """Compute the distance of two mixtures, means and scales ``(S, N, D)``, at each
     input; a few inputs at a time.
     """
-    members = max(len(first[0]), len(second[0]))
-    inputs = max(
-        1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel()))
-    )
+    sides = (*first, *second)
+    held = max(map(len, sides)) + BINS
+    inputs = max(1, _POOL_ENTRIES // (held * sides[0].shape[-1]))
     distances = []
-    for m, s, n, t in zip(
-        *(value.split(inputs, 1) for side in (first, second) for value in side),
-        strict=True,
-    ):
+    for m, s, n, t in zip(*(side.split(inputs, 1) for side in sides), strict=True):
         edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
         distances.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
     return torch.cat(distances).mean(-1)
@@ -410,20 +385,11 @@ def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
     different quantiles.
     """
     levels = -(-BINS // len(means))
-    offsets = (
-        (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5)
-        * GOLDEN
-        % 1
-    )
-    z = torch.special.ndtri(
-        (torch.arange(levels, device=means.device)[:, None] + offsets) / levels
-    )
-    quantiles = (
-        (means + scale * z.reshape(*z.shape, *[1] * (means.dim() - 1)))
-        .flatten(0, 1)
-        .sort(0)
-        .values
-    )
+    numbers = torch.arange(len(means), dtype=means.dtype, device=means.device)
+    offsets = (numbers + 0.5) * GOLDEN % 1
+    steps = torch.arange(levels, device=means.device)[:, None]
+    z = torch.special.ndtri((steps + offsets) / levels)
+    quantiles = (means + scale * z[..., None, None]).flatten(0, 1).sort(0).values
     return quantiles[evenly_spaced(len(quantiles), BINS).to(quantiles.device)]
 
 
@@ -431,20 +397,13 @@ def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
     """Compute a mixture's mass between edges ``(E, N, ...)`` and beyond the outer ones:
     ``(E + 1, N, ...)``.
     """
-    chunk = max(1, _CHUNK_ENTRIES // means.numel())
     slope = 0.5**0.5 / scale
-    signs = torch.cat(
-        [
-            torch.erf((part[:, None] - means) * slope).mean(1)
-            for part in edges.split(chunk)
-        ]
-    )
-    below = (1 + signs) / 2
-    return torch.diff(
-        below,
-        dim=0,
-        prepend=torch.zeros_like(below[:1]),
-        append=torch.ones_like(below[:1]),
+    signs = []
+    for part in edges.split(max(1, _CHUNK_ENTRIES // means.numel())):
+        signs.append(torch.erf((part[:, None] - means) * slope).mean(1))
+    below = (1 + torch.cat(signs)) / 2
+    return nn.functional.pad(below, (0, 0, 0, 0, 1, 0)).diff(
+        dim=0, append=torch.ones_like(below[:1])
     )
 
 
@@ -468,21 +427,16 @@ def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
     # generous for the rounding of a softmax
     floats = probabilities.is_floating_point()
     tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
+    least = float(probabilities.min())
     # NaN if any is
     worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())
-    if not floats or not worst <= tolerance or float(probabilities.min()) < -tolerance:
+    if not floats or not worst <= tolerance or least < -tolerance:
         raise ValueError(
-            f"{name} ({probabilities.dtype}) holds values from "
-            f"{float(probabilities.min()):.3g} to "
-            f"{float(probabilities.max()):.3g}, whose sums over classes differ from 1 "
-            f"by up to {worst:.3g}; they must "
-            "be probabilities (are these logits?)"
+            f"{name} ({probabilities.dtype}) holds values from {least:.3g} on, whose "
+            f"sums over classes differ from 1 by up to {worst:.3g}; they must be "
+            "probabilities (are these logits?)"
         )
-    return (
-        probabilities.clamp(min=0)
-        if len(shape) == 3
-        else probabilities.clamp(min=0)[None]
-    )
+    return probabilities.clamp(min=0).reshape(-1, *shape[-2:])
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -496,41 +450,33 @@ def gaussians(
     """Check means and scales and return both as ``(S, N, D)`` in float64; means ``(N,
     D)`` are one member's.
     """
-    if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
+    shape = tuple(arguments.tensor(name, means).shape)
+    if len(shape) not in (2, 3) or 0 in shape:
         raise ValueError(
-            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, "
+            f"{name} has shape {shape}; it must be (members, inputs, "
             "outputs) or (inputs, outputs). A "
             "single output needs an axis, too: means[..., None]"
         )
-    means = means.double() if means.dim() == 3 else means.double()[None]
+    means = means.double().reshape(-1, *shape[-2:])
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
     scale = scale[:, None, None] if scale.shape == means.shape[:1] else scale
     require_finite({name: means, "noise_scale": scale}, "predictions")
-    if not (scale > 0).all():
+    least = float(scale.min())
+    if least <= 0:
         raise ValueError(
-            "noise_scale must be positive, but its smallest value is "
-            f"{float(scale.min()):.3g}"
+            f"noise_scale must be positive, but its smallest value is {least:.3g}"
         )
     return means, scale.expand(means.shape)
 
 
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
     """Check labels and return them as int64."""
-    if (
-        arguments.tensor("labels", labels).shape != (inputs,)
-        or labels.is_floating_point()
-        or labels.is_complex()
-    ):
+    arguments.tensor("labels", labels)
+    outside = labels[~torch.isin(labels, torch.arange(classes).to(labels))]
+    if labels.shape != (inputs,) or len(outside):
         raise ValueError(
-            f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be "
-            f"{inputs} integers"
-        )
-    low = int(labels.min())
-    high = int(labels.max())
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"labels range from {low} to {high}; with {classes} classes they must be "
-            f"in 0 .. {classes - 1}"
+            f"labels has shape {tuple(labels.shape)} and holds {outside[:3].tolist()}; "
+            f"it must be {inputs} whole numbers from 0 to {classes - 1}"
         )
     return labels.long()
 
@@ -541,28 +487,30 @@ def _uncertainties(members: Tensor) -> ByName:
     """
     mean = members.mean(0, dtype=torch.float64)
     scores = {"maximum_probability": 1 - mean.amax(-1), "entropy": entropy(mean)}
-    return scores | (
-        {"mutual_information": mutual_information(members)} if len(members) > 1 else {}
-    )
+    if len(members) > 1:
+        scores["mutual_information"] = mutual_information(members)
+    return scores
+
+
+def _means(uncertainties: ByName) -> dict[str, float]:
+    """Average the uncertainties that are in nats."""
+    nats = drop_names(uncertainties, ["maximum_probability"])
+    return {name: float(value.mean()) for name, value in nats.items()}
 
 
 def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Scores:
     """Bin predictions by confidence; compute the mean confidence and the accuracy of
     each bin.
     """
-    edges = torch.linspace(
-        0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device
-    )
+    confidence, correct = confidence.cpu(), correct.cpu()
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device="cpu")
     # Bins are closed on the left, as in torchmetrics; a confidence of exactly 1 is in
     # the last.
     index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
-    rows = (torch.ones_like(confidence), confidence, correct)
-    count, confidences, hits = (
-        torch.bincount(index, row, num_bins).cpu() for row in rows
-    )
+    count = torch.bincount(index, minlength=num_bins)
     return Scores(
-        edges=edges.cpu(),
-        confidence=confidences / count,
-        accuracy=hits / count,
-        count=count.long(),
+        edges=edges,
+        confidence=torch.bincount(index, confidence, num_bins) / count,
+        accuracy=torch.bincount(index, correct, num_bins) / count,
+        count=count,
     )

@@ -21,19 +21,21 @@ from torch import Tensor, nn
 from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Json, Keywords
 from pyro_symmetric.density.traced import is_enumerated
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.stored import StoredGuide
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Layout, Tensors, Weights, map_values
 
-InitLocFn = Callable[[dict[str, Any]], Tensor]
+Message = dict[str, Any]  # of a site, in a handler of Pyro
+InitLocFn = Callable[[Message], Tensor]
 
 # deviation of initial means, unconstrained; the initial scale of guides is 0.1
 INIT_NOISE = 0.01
 
 
-def hidden_from_guides(msg: dict[str, Any]) -> bool:
+def hidden_from_guides(msg: Message) -> bool:
     """Return whether a message is no latent site of a guide: discrete sites are summed
     out, by ``TraceEnum_ELBO`` or by this library."""
     if prototype_hide_fn(msg) or is_enumerated(msg):
@@ -160,14 +162,14 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         # reference that dask can't pickle.
         PyroModule.__setattr__(self, name, value)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Keywords) -> None:
         nn.Module.__setstate__(self, state)
         self.take_name()
         for value in (*self.parameters(), *self.buffers()):
             if value.is_shared():  # process pools send tensors by reference
                 value.data = value.data.clone()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         # Pyro's removes the model from the guide that is pickled, not from the pickle.
         state = {**PyroModule.__getstate__(self), "master": None}
         if self.prototype_trace is not None:
@@ -193,7 +195,7 @@ class Start:
         )
         self.moved = moved
 
-    def __call__(self, site: dict[str, Any]) -> Tensor:
+    def __call__(self, site: Message) -> Tensor:
         name = site["name"]
         if name in self.values:
             return self.values[name].clone()

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.discovery.model_carried import AUTO, is_auto
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -139,9 +140,9 @@ class Evidence:
     importance: EvidenceEstimate
     pareto_k: float
     bridge: EvidenceEstimate | None = None
-    doubts: tuple[str, ...] = ()
+    doubts: Names = ()
     units: UnitDivergences | None = field(default=None, compare=False)
-    remarks: tuple[str, ...] = ()
+    remarks: Names = ()
 
     @property
     def best(self) -> EvidenceEstimate:
@@ -471,7 +472,7 @@ def doubts_of(
     r_hat: float = 1.0,
     apart: float = 0.0,
     advice: str = TRAIN,
-) -> tuple[str, ...]:
+) -> Names:
     """Return the diagnostics that the estimates by importance sampling, ``weighted``,
     and by the bridge fail.
 

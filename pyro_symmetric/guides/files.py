@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +25,7 @@ from pyro_symmetric.distributions import (
     UnitBlocks,
 )
 from pyro_symmetric.groups import Group
-from pyro_symmetric.guides.base import WeightsGuide, layout_of
+from pyro_symmetric.guides.base import Message, WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
@@ -33,7 +33,7 @@ from pyro_symmetric.weights import Tensors, map_values, require_finite
 
 KIND = "guide"
 VERSION = 4
-ESTIMATORS: dict[str, Any] = {
+ESTIMATORS: Json = {
     kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)
 }
 
@@ -139,7 +139,7 @@ _KINDS = {
 }
 
 
-def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
+def _sites_of(guide: AutoGuide) -> list[Json]:
     """Describe the sites of a guide, with their supports and the plates around them."""
     shapes = layout_of(guide).site_shapes  # raises before set-up
     nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
     ]
 
 
-def _require_sizes(header: Mapping[str, Any], tensors: Tensors) -> None:
+def _require_sizes(header: Json, tensors: Tensors) -> None:
     """Raise ``ValueError`` if a header names sizes that the file's tensors don't have,
     before anything of these sizes is made.
     """
@@ -196,7 +196,7 @@ def _require_sizes(header: Mapping[str, Any], tensors: Tensors) -> None:
             raise ValueError(f"{name} of shape {tuple(shape)}")
 
 
-def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
+def _of_sites(sites: Sequence[Json], like: Tensor) -> WeightsGuide:
     """Set up a guide of a model with these sites and no data, with the device and dtype
     of a tensor.
     """
@@ -221,7 +221,7 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
                     ),
                 )
 
-    def start(site: dict[str, Any]) -> Tensor:
+    def start(site: Message) -> Tensor:
         transform = biject_to(site["fn"].support)
         shape = site["fn"].shape()
         return transform(like.new_zeros(transform.inverse_shape(shape)))
@@ -252,7 +252,7 @@ def _support_to_dict(support: Constraint) -> Json:
     return data
 
 
-def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
+def _support_from_dict(data: Json) -> Constraint:
     fields = {
         name: _support_from_dict(v) if isinstance(v, dict) else v
         for name, v in data.items()

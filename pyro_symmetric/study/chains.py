@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, pSGLD, sample
 from pyro_symmetric.study.methods import Fit, register
@@ -17,7 +18,7 @@ from pyro_symmetric.weights import drop_names
 CHAINS = {"chains": 16, "warmup": 300, "draws": 200, "thinning": 1}
 STOCHASTIC = {**CHAINS, "batch_size": 256, "num_steps": 20}
 QUICK = {"chains": 8, "warmup": 60, "draws": 50}
-MOST: dict[str, Any] = {"most_draws": lambda budget: budget.chains * budget.draws}
+MOST: Json = {"most_draws": lambda budget: budget.chains * budget.draws}
 
 
 @register(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +159,7 @@ def between(
 
 def measure(
     label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem
-) -> dict[str, Any]:
+) -> Json:
     """Measure one row of the report, as JSON."""
     posterior = fit.posterior
     # a single network is no sample
@@ -206,7 +205,7 @@ def judge_together(rows: Iterable[Json]) -> None:
         test |= {"adjusted": p_value, "rejected": rejected}
 
 
-def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
+def concerns(rows: Mapping[str, Json], reference: str) -> list[str]:
     """Return a sentence for each fault of the reference that puts the comparison in
     doubt.
     """
@@ -226,7 +225,7 @@ def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]
     return [*sentences, *_contradictions(rows)]
 
 
-def _contradictions(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _contradictions(rows: Mapping[str, Json]) -> Iterator[str]:
     """Yield a sentence for each symmetrised guide whose ELBO is below that of a
     mean-field guide symmetrised afterwards, which it should exceed.
     """
@@ -272,7 +271,7 @@ def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
     )
 
 
-def nll(scores: Mapping[str, Any]) -> float:
+def nll(scores: Json) -> float:
     """Return the mean negative log-likelihood of a method's scores."""
     return float(
         scores["nll"] if "nll" in scores else -scores["log_predictive_density"]
@@ -282,9 +281,7 @@ def nll(scores: Mapping[str, Any]) -> float:
 # small steps --------------------------------------------------------------------------
 
 
-def _distance(
-    label: str, draws: Draws, reference: Reference, problem: Problem
-) -> dict[str, Any]:
+def _distance(label: str, draws: Draws, reference: Reference, problem: Problem) -> Json:
     """Measure the distance to the reference, or that of the reference's own halves."""
     itself = label == reference.label
     first, second = reference.halves if itself else (draws, reference.draws)
@@ -306,7 +303,7 @@ def _distance(
     }
 
 
-def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
+def _training_scores(weights: Weights, problem: Problem) -> Json:
     """Score some training rows by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(first_value(weights)), TRAINING_DRAWS)
@@ -316,7 +313,7 @@ def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
 
 def _scores(
     prediction: Prediction, problem: Problem, y: Tensor, outside: Tensor | None = None
-) -> dict[str, Any]:
+) -> Json:
     """Score predictions, a regression's in the data's own units.
 
     :param outside: class probabilities of out-of-distribution inputs.
@@ -394,7 +391,7 @@ def _jackknife(replicates: Sequence[float]) -> float:
     return float(values.std(correction=0)) * (len(values) - 1) ** 0.5
 
 
-def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
+def _invariance(draws: Draws, problem: Problem, independent: int) -> Json:
     """Test permutation invariance on as many draws as count as independent."""
     keep = evenly_spaced(draws.count, independent)
     weights = {
@@ -409,7 +406,7 @@ def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, A
 
 
 @torch.no_grad()
-def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
+def _chains(posterior: Posterior, problem: Problem) -> Json:
     """Measure convergence: R-hat and effective sample size of weights and predictions,
     and the sampler's statistics.
     """

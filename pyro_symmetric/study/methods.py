@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from pyro_symmetric.arguments import Names, did_you_mean
+from pyro_symmetric.arguments import Json, Names, did_you_mean
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
@@ -40,7 +40,7 @@ class Fit(NamedTuple):
     """
 
     posterior: Posterior
-    found: dict[str, Any]
+    found: Json
 
 
 FitFunction = Callable[[Problem, Any, bool], Iterator[Fit]]
@@ -64,8 +64,8 @@ class Method:
 
     name: str
     fit: FitFunction
-    budget: Mapping[str, Any]
-    quick: Mapping[str, Any] = field(default_factory=dict)
+    budget: Json
+    quick: Json = field(default_factory=dict)
     labels: Names = ()
     most_draws: Callable[[Any], int] | None = None
     asked: str = ""
@@ -96,7 +96,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(
-    name: str, budget: Mapping[str, Any], **more: Any
+    name: str, budget: Json, **more: Any
 ) -> Callable[[FitFunction], FitFunction]:
     """Register a function as a method; ``more`` are fields of :class:`Method`.
 

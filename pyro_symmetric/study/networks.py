@@ -302,7 +302,7 @@ def _laplace_draws(
     net = copy.deepcopy(model.net).requires_grad_(True)
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
     net.load_state_dict(pick(mode, shapes), strict=False)
-    more: dict[str, Any] = (
+    more: Json = (
         {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
     )
     if subset == "last_layer":

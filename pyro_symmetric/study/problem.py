@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments, datasets
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -185,7 +186,7 @@ class StudySettings:
         }
         return GaussianPrior(scales.pop("", 1.0), self.prior_fan_in, scales)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the settings as JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -274,7 +275,7 @@ class Problem:
             ),
         ]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Json:
         """Identify the study: its settings, and hashes of the data and the network,
         which settings only name.
         """

@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.posterior.tables import table
 from pyro_symmetric.store import write_whole
@@ -34,7 +35,8 @@ from pyro_symmetric.weights import Weights
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
 
-Row = Mapping[str, Any]
+Row = Json
+Rows = Mapping[str, Row]
 Array = NDArray[np.floating[Any]]
 
 FEWEST_ROWS = 5  # test rows of a bin of confidence, for its accuracy to mean anything
@@ -110,14 +112,14 @@ def write_report(study: Study) -> None:
 # tables -------------------------------------------------------------------------------
 
 
-def tables(methods: Mapping[str, Row], is_classification: bool) -> list[dict[str, Any]]:
+def tables(methods: Rows, is_classification: bool) -> list[Json]:
     """Return the tables that hold any number."""
     other = "regression" if is_classification else "classification"
     filled = [table_of(name, methods) for name in TABLES if name != other]
     return [one for one in filled if one["rows"]]
 
 
-def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
+def table_of(name: str, methods: Rows) -> Json:
     """Fill a table of ``tables.toml``.
 
     :returns: its entries there, and ``rows``: method -> (text, whether it is the
@@ -153,7 +155,7 @@ def _file_name(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower())
 
 
-def _save_csv(entries: Row, methods: Mapping[str, Row], folder: Path) -> None:
+def _save_csv(entries: Row, methods: Rows, folder: Path) -> None:
     """Write the numbers of a table and their standard errors."""
     path = folder / f"{_file_name(entries['title'])}.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -169,7 +171,7 @@ def _save_csv(entries: Row, methods: Mapping[str, Row], folder: Path) -> None:
             writer.writerow([method, *cells])
 
 
-def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
+def conclusion(rows: Rows, reference: str) -> list[str]:
     """Sum up in at most three sentences: predictions, distances of predictions,
     distances of weights.
     """
@@ -208,7 +210,7 @@ def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
     return sentences
 
 
-def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
+def summary_table(methods: Rows, is_classification: bool) -> str:
     """Format the tables for a terminal."""
     parts = []
     for one in tables(methods, is_classification):
@@ -353,14 +355,14 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     return line_panels(panels, xlabel="step", marker="")
 
 
-def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
+def calibration(scores: Rows, reference: str) -> Figure:
     """Plot reliability curves of method -> scores beside the diagonal, a panel per
     method, each with the reference's.
 
     A classifier's curve is accuracy against confidence, a regression's coverage of
     intervals against their level.
     """
-    curves: dict[str, Any] = {}
+    curves: Json = {}
     for name, row in scores.items():
         if "coverage" in row:
             labels = {"xlabel": "level of the interval", "ylabel": "share inside"}
@@ -381,11 +383,11 @@ def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
     return line_panels(panels, **labels, xlim=(0, 1), ylim=(0, 1))
 
 
-def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
+def barriers(curves: Rows) -> Figure:
     """Plot the loss along paths, name -> barrier curve as JSON, a panel per data
     set.
     """
-    panels: dict[str, dict[str, Any]] = {}
+    panels: dict[str, Json] = {}
     for path, curve in curves.items():
         for name, losses in curve["losses"].items():
             panels.setdefault(f"{name} data", {})[path] = (curve["t"], losses)
@@ -394,9 +396,7 @@ def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 @styled
-def line_panels(
-    panels: Mapping[str, Mapping[str, Any]], marker: str = ".", **options: Any
-) -> Figure:
+def line_panels(panels: Rows, marker: str = ".", **options: Any) -> Figure:
     """Plot title -> label -> x and y, a panel for each title.
 
     :param options: of all axes: labels and limits.
@@ -445,7 +445,7 @@ def projections(projected: Projected, reference: str) -> Figure:
 
 
 @styled
-def before_and_after(distances: Mapping[str, Row]) -> Figure:
+def before_and_after(distances: Rows) -> Figure:
     """Join the squared MMD of each method as drawn and with symmetries removed by a
     line.
     """
@@ -468,7 +468,7 @@ def before_and_after(distances: Mapping[str, Row]) -> Figure:
     return _with_legend(figure, ax)
 
 
-def _others(names: Mapping[str, Any], reference: str) -> list[str]:
+def _others(names: Row, reference: str) -> list[str]:
     """Return all names but the reference's, or that alone if there are no others."""
     return [name for name in names if name != reference] or list(names)
 
