@@ -9,12 +9,12 @@ torch.Size([2, 10])
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -202,35 +202,21 @@ def naming_layer(net: nn.Module, *args: Any) -> Iterator[None]:
 
 def failing_layer(net: nn.Module, *args: Any) -> str:
     """Describe the layer that two rows of inputs fail in; empty if none does."""
-    running = list[tuple[str, nn.Module, Any]]()
-    handles = []
-    for name, module in net.named_modules():
-        enter = functools.partial(_enter, running, name)
-        leave = functools.partial(_leave, running)
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave))
+    names = {module: name for name, module in net.named_modules()}
     try:
         with torch.no_grad():
             net(*(arg[:2] if isinstance(arg, Tensor) else arg for arg in args))
         return ""
     except Exception as error:
-        (*_, (name, layer, inputs)) = running
         message = (str(error).strip() or repr(error)).splitlines()[0]
-    finally:
-        for handle in handles:
-            handle.remove()
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals["self"] in names:
+            layer, inputs = frame.f_locals["self"], frame.f_locals["args"]
     shapes = [tuple(part.shape) for part in inputs if isinstance(part, Tensor)]
     own = {part: tuple(v.shape) for part, v in layer.named_parameters(recurse=False)}
-    title = f"layer {name!r}, {layer}" if own else type(layer).__name__
+    title = f"layer {names[layer]!r}, {layer}" if own else type(layer).__name__
     return f"{title} with parameters {own}, given two rows {shapes}: {message}"
-
-
-def _enter(running: list[Any], name: str, module: nn.Module, inputs: Any) -> None:
-    running.append((name, module, inputs))
-
-
-def _leave(running: list[Any], *_: Any) -> None:
-    running.pop()
 
 
 def import_torchvision() -> ModuleType:
