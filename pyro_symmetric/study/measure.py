@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare import (
     independent_draws,
@@ -23,6 +24,7 @@ from pyro_symmetric.compare import total_variation as total_variation_of
 from pyro_symmetric.compare.frames import (
     canonical_frame,
     frame_of_orbits,
+    one_frame,
     pooled_frame,
 )
 from pyro_symmetric.compare.invariance import holm
@@ -43,6 +45,7 @@ MIN_REFERENCE = 4
 OWN_HALF = "its own other half"  # of the draws, with which the reference is compared
 FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains
 CHUNK = 32
+FRAME_DRAWS = 100  # at least, whose moments others are aligned to
 GROUPS = 20  # of test rows, each left out once for the standard errors of scores
 
 # "raw", "removed" and "prediction" -> distance -> result
@@ -405,6 +408,24 @@ def _invariance(draws: Draws, problem: Problem, independent: int) -> Json:
     }
 
 
+def _modulo(posterior: Posterior, problem: Problem) -> Weights:
+    """Align draws: as many as are compared with each other, then all to these."""
+    symmetry, most = problem.symmetry, max(FRAME_DRAWS, problem.settings.draws)
+    count = posterior.num_chains * posterior.num_samples
+    if count <= most:
+        return frame_of_orbits(posterior, symmetry).samples
+    canonical = canonical_frame(posterior, symmetry)
+    kept = select_rows(canonical.get_samples(), evenly_spaced(count, most))
+    frame = one_frame(kept, symmetry)
+    means = map_values(lambda value: value.mean(0), frame)
+    # a weight that never changes has a deviation, too
+    deviations = map_values(lambda value: value.std(0).clamp(min=1e-6), frame)
+    reference = GaussianWeights(means, deviations)
+    group = symmetry.group.compact
+    matched = align(canonical.samples, reference, group, "gaussian", restarts=0)
+    return matched.element(canonical.samples)
+
+
 @torch.no_grad()
 def _chains(posterior: Posterior, problem: Problem) -> Json:
     """Measure convergence: R-hat and effective sample size of weights and predictions,
@@ -415,8 +436,9 @@ def _chains(posterior: Posterior, problem: Problem) -> Json:
         predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
     ).summary()
     sites = [chain_statistics(value).summary() for value in posterior.samples.values()]
-    aligned = frame_of_orbits(posterior, problem.symmetry).samples.values()
+    aligned = _modulo(posterior, problem).values()
     mean = map_values(lambda value: float(value.double().mean()), posterior.statistics)
+    diverging = posterior.statistics.get("diverging")
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,
@@ -425,9 +447,7 @@ def _chains(posterior: Posterior, problem: Problem) -> Json:
         "ess_weights": min(site["ess_bulk"] for site in sites),
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],
-        "divergences": int(posterior.statistics["diverging"].sum())
-        if "diverging" in mean
-        else None,
+        "divergences": None if diverging is None else int(diverging.sum()),
         "acceptance": mean.get("acceptance_rate"),
         "kinetic_temperature": mean.get("kinetic_temperature"),
     }

@@ -8,17 +8,18 @@ means.
 from __future__ import annotations
 
 import base64
-import csv
 import io
+import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ from pyro_symmetric.posterior.tables import table
 from pyro_symmetric.store import write_whole
 from pyro_symmetric.study.measure import OWN_HALF, nll
 from pyro_symmetric.study.methods import make_method
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, drop_names, map_values
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
@@ -42,7 +43,6 @@ Array = NDArray[np.floating[Any]]
 FEWEST_ROWS = 5  # test rows of a bin of confidence, for its accuracy to mean anything
 FIGURES, CSV = "figures", "tables"  # folders beside the page
 MISSING = "–"  # in place of a number
-BEST = {"max": max, "min": min}
 TABLES = tomllib.loads(
     resources.files(__package__).joinpath("tables.toml").read_text("utf-8")
 )
@@ -84,27 +84,18 @@ def write_report(study: Study) -> None:
     filled = tables(rows, study.problem.is_classification)
     for entries in filled:
         _save_csv(entries, rows, study.out / CSV)
+    descriptions = {
+        name: make_method(name, settings.quick).description for name in settings.methods
+    }
     text = environment.get_template("report.html").render(
+        study.results,
         title="Approximate posteriors of a neural network on "
         f"{study.problem.dataset.name}",
-        problem=study.results["problem"],
         conclusion=conclusion(rows, settings.reference),
         command=settings.command(study.out),
-        concerns=study.results["concerns"],
-        quick=settings.quick,
-        methods=[
-            (name, make_method(name, settings.quick).description)
-            for name in settings.methods
-        ],
+        descriptions=descriptions,
         tables=filled,
-        verdicts={
-            name: row["invariance"]["verdict"]
-            for name, row in rows.items()
-            if row["invariance"]
-        },
         figures=shown,
-        settings=study.results["settings"],
-        environment=study.results["environment"],
     )
     write_whole(study.report, text.encode(), "report")
 
@@ -112,11 +103,21 @@ def write_report(study: Study) -> None:
 # tables -------------------------------------------------------------------------------
 
 
+def by_path(methods: Rows) -> pd.DataFrame:
+    """Return a row of numbers for each method, in columns named ``key/key/...``."""
+    return pd.json_normalize(list(methods.values()), sep="/").set_axis(list(methods))
+
+
+def column(numbers: pd.DataFrame, path: str) -> pd.Series:
+    """Return the column of a path; NaN if it leads nowhere."""
+    return numbers.get(path, pd.Series(math.nan, numbers.index))
+
+
 def tables(methods: Rows, is_classification: bool) -> list[Json]:
     """Return the tables that hold any number."""
     other = "regression" if is_classification else "classification"
     filled = [table_of(name, methods) for name in TABLES if name != other]
-    return [one for one in filled if one["rows"]]
+    return [entries for entries in filled if entries["rows"]]
 
 
 def table_of(name: str, methods: Rows) -> Json:
@@ -125,24 +126,21 @@ def table_of(name: str, methods: Rows) -> Json:
     :returns: its entries there, and ``rows``: method -> (text, whether it is the
         column's best) of each cell; without the methods that have no number.
     """
-    entries, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
+    entries, numbers = TABLES[name], by_path(methods)
+    rows: dict[str, list[tuple[str, bool]]] = {method: [] for method in methods}
+    # The reference's distance is that of its own halves.
+    competes = column(numbers, "distance/to") != OWN_HALF
     for _, path, form, best, _ in entries["columns"]:
-        values = {method: value_at(row, path) for method, row in methods.items()}
-        # The reference's distance is that of its own halves.
-        rivals = [
-            m
-            for m in values
-            if entries.get("rivals", True)
-            or value_at(methods[m], "distance/to") != OWN_HALF
-        ]
-        compared = [values[m] for m in rivals if values[m] is not None]
-        top = BEST[best](compared) if best and len(compared) > 1 else None
+        values, errors = column(numbers, path), column(numbers, f"errors/{path}")
+        compared = values.dropna()
+        if not entries.get("rivals", True):
+            compared = compared[competes]
+        top = getattr(compared, best)() if best and len(compared) > 1 else None
         for method, value in values.items():
-            is_best = method in rivals and top is not None and value == top
             text = _text(value, form)
-            if error := methods[method].get("errors", {}).get(path):
-                text += f" ± {error:{form.removeprefix('+')}}"
-            rows.setdefault(method, []).append((text, is_best))
+            if errors[method] > 0:
+                text += f" ± {errors[method]:{form.removeprefix('+')}}"
+            rows[method].append((text, method in compared and value == top))
     shown = {
         method: cells
         for method, cells in rows.items()
@@ -157,54 +155,42 @@ def _file_name(title: str) -> str:
 
 def _save_csv(entries: Row, methods: Rows, folder: Path) -> None:
     """Write the numbers of a table and their standard errors."""
-    path = folder / f"{_file_name(entries['title'])}.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        titles = [column[0] for column in entries["columns"]]
-        heads = [head for title in titles for head in (title, f"{title}, error")]
-        writer.writerow(["method", *heads])
-        for method in entries["rows"]:
-            row = methods[method]
-            cells = []
-            for _, place, *_ in entries["columns"]:
-                cells += [value_at(row, place), row.get("errors", {}).get(place)]
-            writer.writerow([method, *cells])
+    numbers = by_path(methods)
+    heads, columns = [], []
+    for head, path, *_ in entries["columns"]:
+        heads += [head, f"{head}, error"]
+        columns += [column(numbers, path), column(numbers, f"errors/{path}")]
+    filled = pd.concat(columns, axis=1).set_axis(heads, axis=1)
+    filled.loc[list(entries["rows"])].convert_dtypes().to_csv(
+        folder / f"{_file_name(entries['title'])}.csv", index_label="method"
+    )
 
 
 def conclusion(rows: Rows, reference: str) -> list[str]:
     """Sum up in at most three sentences: predictions, distances of predictions,
     distances of weights.
     """
-    scored = {name: nll(row["prediction"]) for name, row in rows.items()}
-    best = min(scored, key=scored.__getitem__)
-    aside = (
-        f" ({reference}, the reference: {scored[reference]:.4f})"
-        if reference in scored and best != reference
-        else ""
-    )
-    score = f"{scored[best]:.4f} nats per row{aside}"
+    numbers = by_path(rows)
+    scores = pd.Series({name: nll(row["prediction"]) for name, row in rows.items()})
+    best = scores.idxmin()
+    aside = ""
+    if reference in scores and best != reference:
+        aside = f" ({reference}, the reference: {scores[reference]:.4f})"
     sentences = [
-        f"{best} predicts the test rows best: its negative log-likelihood is {score}."
+        f"{best} predicts the test rows best: its negative log-likelihood is "
+        f"{scores[best]:.4f} nats per row{aside}."
     ]
     for space, path in (
         ("predictions (total variation)", "distance/prediction/total_variation/mean"),
         ("weights, symmetries removed (squared MMD)", "distance/removed/mmd/median"),
     ):
-        values = {name: value_at(row, path) for name, row in rows.items()}
-        others = {
-            name: value
-            for name, value in values.items()
-            if name != reference and value is not None
-        }
-        if len(others) > 1:
-            closest, farthest = (
-                min(others, key=others.__getitem__),
-                max(others, key=others.__getitem__),
-            )
+        values = column(numbers, path)
+        compared = values.drop(reference, errors="ignore").dropna()
+        if len(compared) > 1:
             sentences.append(
-                f"In {space}, {closest} is closest to the reference "
-                f"({others[closest]:.3g}) and {farthest} farthest "
-                f"({others[farthest]:.3g}); the two halves of the reference are "
+                f"In {space}, {compared.idxmin()} is closest to the reference "
+                f"({compared.min():.3g}) and {compared.idxmax()} farthest "
+                f"({compared.max():.3g}); the two halves of the reference are "
                 f"{values[reference]:.3g} apart."
             )
     return sentences
@@ -213,30 +199,17 @@ def conclusion(rows: Rows, reference: str) -> list[str]:
 def summary_table(methods: Rows, is_classification: bool) -> str:
     """Format the tables for a terminal."""
     parts = []
-    for one in tables(methods, is_classification):
-        lines = [
-            (method, *(text for text, _ in cells))
-            for method, cells in one["rows"].items()
-        ]
-        parts.append(
-            f"{one['title']}\n{table([('', *(column[0] for column in one['columns'])), *lines])}"
-        )
+    for entries in tables(methods, is_classification):
+        lines = [("", *(head for head, *_ in entries["columns"]))]
+        for method, cells in entries["rows"].items():
+            lines.append((method, *(text for text, _ in cells)))
+        parts.append(f"{entries['title']}\n{table(lines)}")
     return "\n\n".join(parts)
 
 
-def value_at(row: Row, path: str) -> Any:
-    """Look up a path ``key/key/...`` in a row of results; ``None`` if it leads
-    nowhere.
-    """
-    value: Any = row
-    for key in path.split("/"):
-        value = None if value is None else value.get(key)
-    return value
-
-
 def _text(value: Any, form: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or MISSING
+    if pd.isna(value) or isinstance(value, str):
+        return value if value == value else MISSING
     # The digits of smaller p-values are those of an approximation.
     return (
         "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
@@ -246,63 +219,57 @@ def _text(value: Any, form: str) -> str:
 # figures ------------------------------------------------------------------------------
 
 
-def figures(study: Study) -> list[tuple[str, str, Figure]]:
+def figures(study: Study) -> Iterator[tuple[str, str, Figure]]:
     """Draw the figures of a report: heading, caption, figure."""
     rows, reference = study.results["methods"], study.problem.settings.reference
-    shown = []
-    if distances := {
-        name: row["distance"] for name, row in rows.items() if row["distance"]
-    }:
-        caption = "Squared MMD before and after symmetries are removed. Zero: the draws can't be told apart. The text "
-        caption += "above the table says why removing symmetries can raise a distance."
-        shown.append(
-            ("Distance to the reference", caption, before_and_after(distances))
+    if distances := _having(rows, "distance"):
+        yield (
+            "Distance to the reference",
+            "Squared MMD before and after symmetries are removed. Zero: the draws "
+            "can't be told apart. The text above the table says why removing "
+            "symmetries can raise a distance.",
+            before_and_after(distances),
         )
-    raw = {name: draws.raw for name, draws in study.draws.items()}
-    together = pooled_frame(
-        [draws.canonical for draws in study.draws.values()], study.problem.symmetry
+    canonical = [draws.canonical for draws in study.draws.values()]
+    together = pooled_frame(canonical, study.problem.symmetry)
+    for title, weights in {
+        "as drawn": [draws.raw for draws in study.draws.values()],
+        "symmetries removed": together,
+    }.items():
+        projected = _project(dict(zip(study.draws, weights, strict=True)))
+        yield (
+            f"All draws, {title}",
+            "First two principal components of the weights of all methods; the "
+            "reference in grey.",
+            projections(projected, reference),
+        )
+    yield (
+        "Calibration",
+        f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} "
+        "rows. Above the diagonal a method is underconfident, below it overconfident."
+        if study.problem.is_classification
+        else "Share of test targets inside the central predictive interval of each "
+        "level. Above the diagonal the intervals are too wide, below it too narrow.",
+        calibration(_having(rows, "prediction"), reference),
     )
-    frames = {
-        "as drawn": raw,
-        "symmetries removed": dict(zip(study.draws, together, strict=True)),
-    }
-    caption = "First two principal components of the weights of all methods; the reference in grey."
-    for title, weights in frames.items():
-        shown.append(
-            (
-                f"All draws, {title}",
-                caption,
-                projections(_project(weights), reference),
-            )
+    for name, curves in _having(rows, "barrier").items():
+        yield (
+            f"Loss barrier of {name}",
+            "Loss along the Wasserstein geodesic between two fits. The barrier is its "
+            "largest height above the straight line between its ends.",
+            barriers(curves),
         )
-    if study.problem.is_classification:
-        caption = f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} rows. Above the diagonal "
-        caption += "a method is underconfident, below it overconfident."
-    else:
-        caption = "Share of test targets inside the central predictive interval of each level. Above the diagonal the "
-        caption += "intervals are too wide, below it too narrow."
-    shown.append(
-        (
-            "Calibration",
-            caption,
-            calibration({n: r["prediction"] for n, r in rows.items()}, reference),
+    if losses := _having(rows, "losses"):
+        yield (
+            "Training",
+            "The objective of each method by step; of chains, the potential energy.",
+            loss_curves(losses),
         )
-    )
-    caption = "Loss along the Wasserstein geodesic between two fits. The barrier is its largest height above the straight "
-    caption += "line between its ends."
-    paths = {name: row["barrier"] for name, row in rows.items() if row.get("barrier")}
-    shown += [
-        (f"Loss barrier of {name}", caption, barriers(curves))
-        for name, curves in paths.items()
-    ]
-    if losses := {
-        name: row["losses"] for name, row in rows.items() if row.get("losses")
-    }:
-        caption = (
-            "The objective of each method by step; of chains, the potential energy."
-        )
-        shown.append(("Training", caption, loss_curves(losses)))
-    return shown
+
+
+def _having(rows: Rows, name: str) -> Rows:
+    """Return an entry of the rows that have it."""
+    return {method: row[name] for method, row in rows.items() if row.get(name)}
 
 
 class Projected(NamedTuple):
@@ -316,18 +283,16 @@ def _project(draws: Mapping[str, Weights]) -> Projected:
     """Project all draws on their first two principal components."""
     from sklearn.decomposition import PCA
 
-    flat = {
-        name: torch.cat([v.reshape(len(v), -1) for v in own.values()], 1).double().cpu()
-        for name, own in draws.items()
-    }
+    flat = {}
+    for name, weights in draws.items():
+        parts = [value.reshape(len(value), -1) for value in weights.values()]
+        flat[name] = torch.cat(parts, 1).double().cpu().numpy()
     # Every method counts alike, however many draws it has.
-    fewest = min(len(points) for points in flat.values())
-    pca = PCA(
-        2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0
-    )
-    pca.fit(torch.cat([points[:fewest] for points in flat.values()]).numpy())
-    points = {name: pca.transform(values.numpy()) for name, values in flat.items()}
-    return Projected(points, pca.explained_variance_ratio_)
+    fewest = min(map(len, flat.values()))
+    solver = "full" if fewest * len(flat) < 50 else "auto"
+    pca = PCA(2, svd_solver=solver, random_state=0)
+    pca.fit(np.concatenate([points[:fewest] for points in flat.values()]))
+    return Projected(map_values(pca.transform, flat), pca.explained_variance_ratio_)
 
 
 def _as_image(figure: Figure) -> str:
@@ -346,12 +311,12 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Plot method -> label -> losses, a panel per method; the first tenth, which is too
     high, is left out.
     """
-    panels = {}
+    panels: Json = {}
     for name, by_label in curves.items():
-        panels[name] = {
-            label: (range(len(values) // 10, len(values)), values[len(values) // 10 :])
-            for label, values in by_label.items()
-        }
+        panels[name] = {}
+        for label, values in by_label.items():
+            start = len(values) // 10
+            panels[name][label] = (range(start, len(values)), values[start:])
     return line_panels(panels, xlabel="step", marker="")
 
 
@@ -362,18 +327,16 @@ def calibration(scores: Rows, reference: str) -> Figure:
     A classifier's curve is accuracy against confidence, a regression's coverage of
     intervals against their level.
     """
+    labels = {"xlabel": "confidence", "ylabel": "accuracy"}
     curves: Json = {}
     for name, row in scores.items():
         if "coverage" in row:
             labels = {"xlabel": "level of the interval", "ylabel": "share inside"}
-            levels = [float(level) for level in row["coverage"]]
-            curves[name] = (levels, list(row["coverage"].values()))
+            curves[name] = ([*map(float, row["coverage"])], [*row["coverage"].values()])
         else:
-            labels = {"xlabel": "confidence", "ylabel": "accuracy"}
-            bins = row["calibration"]
-            filled = np.array(bins["count"]) >= FEWEST_ROWS
-            both = (bins["confidence"], bins["accuracy"])
-            curves[name] = [np.array(values)[filled] for values in both]
+            bins = pd.DataFrame(drop_names(row["calibration"], ["edges"]))
+            filled = bins[bins["count"] >= FEWEST_ROWS]
+            curves[name] = (filled["confidence"], filled["accuracy"])
     panels = {}
     for name in _others(curves, reference):
         panels[name] = {"the method": curves[name]}
@@ -419,29 +382,25 @@ def projections(projected: Projected, reference: str) -> Figure:
     """Scatter the points of each method in a panel of its own, those of the reference
     in grey.
     """
-    points, shares = projected
+    points = projected.points
     figure, panels = _panels(_others(points, reference), 3.6, 2.9)
     # A few stray draws must not shrink all others to a dot.
-    low, high = np.quantile(
-        np.concatenate(list(points.values())), (0.005, 0.995), axis=0
-    )
+    low, high = np.quantile(np.concatenate([*points.values()]), (0.005, 0.995), axis=0)
     margin = 0.15 * (high - low) + 1e-9
-    limits = {
-        "xlim": (low[0] - margin[0], high[0] + margin[0]),
-        "ylim": (low[1] - margin[1], high[1] + margin[1]),
-    }
+    (left, bottom), (right, top) = low - margin, high + margin
+    xlabel, ylabel = (
+        f"component {number} ({share:.0%} of variance)"
+        for number, share in enumerate(projected.shares, 1)
+    )
     for method, ax in panels.items():
         if reference in points:
             x, y = points[reference].T
             ax.scatter(x, y, s=7, alpha=0.6, color=GREY, lw=0, label=reference)
         x, y = points[method].T
         ax.scatter(x, y, s=7, alpha=0.5, color=BLUE, lw=0, label="the method")
-        labels = {
-            f"{axis}label": f"component {k} ({share:.0%} of variance)"
-            for axis, k, share in zip("xy", (1, 2), shares, strict=True)
-        }
-        ax.set(title=method, **labels, **limits)
-    return _with_legend(figure, next(iter(panels.values())))
+        ax.set(title=method, xlabel=xlabel, ylabel=ylabel)
+        ax.set(xlim=(left, right), ylim=(bottom, top))
+    return _with_legend(figure, ax)
 
 
 @styled

@@ -825,3 +825,30 @@ def test_chains_of_few_draws_are_measured_as_drawn_and_modulo_symmetry() -> None
     numbers = _chains(ps.Posterior(draws, kind="chains"), problem)
     assert numbers["r_hat_weights"] > 0.5
     assert numbers["r_hat_modulo"] > 0.5
+
+
+def test_chains_of_many_draws_are_matched_to_the_frame_of_those_compared() -> None:
+    """Copies of a mode that are clearly apart: R-hat is that before they were mixed."""
+    settings = StudySettings(
+        data="diabetes",
+        hidden=(4,),
+        activation="tanh",
+        max_train=40,
+        draws=8,
+        device="cpu",
+    )
+    problem = build_problem(settings)
+    draws = {
+        site: 3 * torch.randn(shape) + 0.1 * torch.randn(2, 80, *shape)
+        for site, shape in problem.model.site_shapes.items()
+        if site != "noise_scale"
+    }
+    mixed = problem.symmetry.finite.sample((2, 80))(draws)
+    noise = {"noise_scale": torch.rand(2, 80)}
+    found = [
+        _chains(ps.Posterior({**weights, **noise}, kind="chains"), problem)
+        for weights in (draws, mixed)
+    ]
+    expected = found[0]["r_hat_weights"]
+    assert found[1]["r_hat_modulo"] == pytest.approx(expected, abs=1e-6)
+    assert found[1]["r_hat_weights"] != pytest.approx(expected, abs=1e-3)
