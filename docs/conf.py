@@ -88,24 +88,28 @@ def write_pages(_app: object) -> None:
         (HERE / f"{name.lower()}.md").write_text(text)
     (HERE / "tutorials" / "pictures").mkdir(exist_ok=True)
     for notebook in (HERE.parent / "tutorials").glob("*.ipynb"):
-        shutil.copy2(notebook, HERE / "tutorials" / notebook.name)
-        (HERE / "tutorials" / "pictures" / f"{notebook.stem}.png").write_bytes(
-            first_picture(notebook)
-        )
+        write_tutorial(notebook)
 
 
-def first_picture(notebook: Path) -> bytes:
-    """The first figure among the outputs of a notebook, as PNG."""
-    outputs = [
-        output
-        for cell in json.loads(notebook.read_text())["cells"]
-        for output in cell.get("outputs", [])
-    ]
-    return next(
-        base64.b64decode(o["data"]["image/png"])
-        for o in outputs
-        if "image/png" in o.get("data", {})
-    )
+def write_tutorial(notebook: Path) -> None:
+    """A copy of a notebook that shows its main figure at the top, too."""
+    content = json.loads(notebook.read_text())
+    picture = f"pictures/{notebook.stem}.png"
+    (HERE / "tutorials" / picture).write_bytes(main_picture(content["cells"]))
+    content["cells"][0]["source"] += [f"\n\n![A figure of this page]({picture})"]
+    (HERE / "tutorials" / notebook.name).write_text(json.dumps(content))
+
+
+def main_picture(cells: list[dict]) -> bytes:
+    """The figure of the cell whose metadata say ``cover``, or else the first, as
+    PNG.
+    """
+    covers = [cell for cell in cells if cell["metadata"].get("cover")]
+    for cell in covers or cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                return base64.b64decode(output["data"]["image/png"])
+    raise ValueError("the notebook stores no figure")
 
 
 ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "mcmc")

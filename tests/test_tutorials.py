@@ -78,3 +78,23 @@ def test_tutorial_holds_its_outputs(path: Path) -> None:
         for text in texts
         for path in re.findall(r"(?<![\w./…])/[\w.+-]+/[\w.+/-]+", text)
     ], "a folder"
+
+
+def shown_verdicts(path: Path) -> list[str]:
+    """The first lines of all diagnoses that a notebook shows."""
+    verdicts = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            text = str(output.get("text", ""))
+            verdicts += re.findall(
+                r"^\d+ chains of \d+ draws: (.+)$", text, re.MULTILINE
+            )
+    return verdicts
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_last_verdict_of_a_tutorial_on_its_chains_is_ok(path: Path) -> None:
+    verdicts = shown_verdicts(path)
+    draws_and_judges = re.search(r"ps\.diagnose\(", path.read_text())
+    assert bool(verdicts) == bool(draws_and_judges)
+    assert not verdicts or verdicts[-1] == "ok"

@@ -39,7 +39,8 @@ class Term:
 @lru_cache(maxsize=4096)
 def family_of(group: Group, root: str) -> Group:
     """Return the group of some units and all inside them alone."""
-    return group.only(group.family(root))
+    family = group.family(root)
+    return group.without([name for name in group.units if name not in family])
 
 
 @lru_cache(maxsize=4096)

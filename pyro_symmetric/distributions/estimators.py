@@ -460,7 +460,8 @@ def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
     """
     summed: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
-        one = unit_sets(group.only([name]), group.site_shapes).get(name)
+        alone = group.without(other for other in group.units if other != name)
+        one = unit_sets(alone, group.site_shapes).get(name)
         sites = (
             {axis.site for axis in one.exclusive}
             if one and one.matched and not one.shared
@@ -476,7 +477,10 @@ def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
             and all(map(sites.isdisjoint, summed.values()))
         ):
             summed[name] = sites
-    return group.only(summed), group.without(summed)
+    rest = [name for name in group.units if name not in summed]
+    return group.without(rest) if rest else group, group.without(
+        summed
+    ) if summed else group
 
 
 def log_permanent(densities: Tensor) -> Tensor:

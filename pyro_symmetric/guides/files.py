@@ -21,6 +21,7 @@ from pyro_symmetric.arguments import Device, Json, described
 from pyro_symmetric.distributions import (
     ExactOrbit,
     InfoNCE,
+    RotationImportance,
     SinkhornImportance,
     UnitBlocks,
 )
@@ -34,7 +35,8 @@ from pyro_symmetric.weights import Tensors, map_values, require_finite
 KIND = "guide"
 VERSION = 4
 ESTIMATORS: Json = {
-    kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)
+    kind.__name__: kind
+    for kind in (ExactOrbit, InfoNCE, RotationImportance, SinkhornImportance)
 }
 
 

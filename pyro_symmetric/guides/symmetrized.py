@@ -44,7 +44,12 @@ from pyro_symmetric.discovery.model_carried import (
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import InconclusiveError
-from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
+from pyro_symmetric.distributions import (
+    OrbitEstimator,
+    RotationImportance,
+    Symmetrized,
+    usual_estimator,
+)
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import (
     InitLocFn,
@@ -118,6 +123,8 @@ class AutoSymmetrized(WeightsGuide):
         ``AutoDiagonalNormal``); or a set-up guide, which is copied.
     :param estimator: of the symmetrised log-density; by default exact where that is
         cheap, else matched units.
+        :class:`~pyro_symmetric.distributions.RotationImportance` averages over the
+        rotations of units that rotate, too.
     :param init_loc_fn: the initial means; by default near the prior's mean, or at a
         network's own values.
     :param base_arguments: further arguments of the base, such as ``init_scale`` or
@@ -143,8 +150,7 @@ class AutoSymmetrized(WeightsGuide):
         self.at_least = getattr(symmetry, "at_least", False)
         self.group: Group = Group([], {})
         if symmetry is not None and not self.finds_symmetry:
-            self.rotating = group_of(symmetry).names("rotate")
-            self.group = group_of(symmetry).finite
+            self._take(group_of(symmetry), estimator)
         if base is AutoUnitBlocks:
             base_arguments = {"symmetry": self.group, **base_arguments}
         start: InitLocFn = Start(model, self.group.required_sites)
@@ -190,10 +196,18 @@ class AutoSymmetrized(WeightsGuide):
             self.base.prototype_trace = self.base.prototype_trace if given else None
             raise
 
+    def _take(self, group: Group, estimator: OrbitEstimator | None) -> None:
+        """Take the moves over which an estimator averages."""
+        if isinstance(estimator, RotationImportance):
+            self.group = group.compact
+        else:
+            self.rotating = group.names("rotate")
+            self.group = group.finite
+
     def _find(self, *args: Any, **kwargs: Any) -> None:
         """Take the symmetry of the model."""
         symmetry = symmetry_of_model(self._raw_model[0], args, kwargs)
-        self.group = symmetry.finite
+        self._take(group_of(symmetry.with_rotations()), self.estimator)
         self.at_least = symmetry.at_least
         if isinstance(self._start, Start):
             self._start.moved = self.group.required_sites
