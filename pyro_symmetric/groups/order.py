@@ -21,7 +21,7 @@ equations are left to eliminate.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -172,41 +172,13 @@ class _Flips(NamedTuple):
         return zip(self.position[here].tolist(), self.unit[here].tolist(), strict=True)
 
 
-def _dependent(equations: Collection[Equation]) -> set[int]:
+def _dependent(equations: Iterable[Equation]) -> set[int]:
     """Find the bits that the others determine, modulo two."""
-    solved, core = _peeled(equations)
-    bits = sorted({bit for equation in core for bit in equation})
-    column = {bit: number for number, bit in enumerate(bits)}
-    rows: dict[int, int] = {}  # with their highest binary digit
-    for equation in core:
-        row = sum(1 << column[bit] for bit in equation)
-        while (highest := row.bit_length() - 1) in rows:
-            row ^= rows[highest]
-        if row:
-            rows[highest] = row
-    return solved | {bits[highest] for highest in rows}
-
-
-def _peeled(equations: Collection[Equation]) -> tuple[set[int], list[Equation]]:
-    """Solve equations for bits that occur in no other; return these bits, and the
-    equations that are left.
-    """
-    users: dict[int, set[Equation]] = {}
+    rows: dict[int, int] = {}  # as binary numbers, by their last digit
     for equation in equations:
-        for bit in equation:
-            users.setdefault(bit, set()).add(equation)
-    left = dict.fromkeys(equations)
-    solved = set()
-    queue = [bit for bit, using in users.items() if len(using) == 1]
-    while queue:
-        bit = queue.pop()
-        if not users[bit]:
-            continue
-        (equation,) = users[bit]
-        solved.add(bit)
-        del left[equation]
-        for neighbour in equation:
-            users[neighbour].discard(equation)
-            if len(users[neighbour]) == 1:
-                queue.append(neighbour)
-    return solved, list(left)
+        row = sum(1 << bit for bit in equation)
+        while (last := row.bit_length() - 1) in rows:
+            row ^= rows[last]
+        if row:
+            rows[last] = row
+    return set(rows)

@@ -560,38 +560,27 @@ class Element:
                 *moved.shape[: moved.dim() - dims], *self.group.site_shapes[site]
             )
         for dim, pairs in members.items():
-            for name, axis in (
-                pair for pair in pairs if "shift" in self.group[pair[0]].moves
-            ):
-                shift = self.numbers["shift"][..., self.group.slots[name]].to(value)
-                shift = laid_out(shift, axis, self.group.view_shapes[site][dim], 0.0)
-                value = value + along_axis(shift, dim, site_dims)
+            for name, axis in pairs:
+                if "shift" in self.group[name].moves:
+                    shift = self.numbers["shift"][..., self.group.slots[name]].to(value)
+                    length = self.group.view_shapes[site][dim]
+                    shift = laid_out(shift, axis, length, 0.0)
+                    value = value + along_axis(shift, dim, site_dims)
         if "flip" in self.numbers or "scale" in self.numbers:
             epsilon = self.group.epsilon(site)
             value = value + epsilon if epsilon else value
-            for dim in (
-                dim
-                for dim, pairs in members.items()
-                if any(axis.exponent for _, axis in pairs)
-            ):
-                value = value * along_axis(
-                    self._axis_multiplier(site, dim, value.dtype).to(value),
-                    dim,
-                    site_dims,
-                )
+            for dim, pairs in members.items():
+                if any(axis.exponent for _, axis in pairs):
+                    multiplier = self._axis_multiplier(site, dim, value.dtype).to(value)
+                    value = value * along_axis(multiplier, dim, site_dims)
             value = value - epsilon if epsilon else value
         if "rotate" in self.numbers:
             value = self._rotated(site, value, site_dims)
-        permuted = (
-            dim
-            for dim, pairs in members.items()
-            if any("permute" in self.group[n].moves for n, _ in pairs)
-        )
-        return permute_axes(
-            value,
-            {dim: self._axis_index(site, dim).to(value.device) for dim in permuted},
-            site_dims,
-        )
+        for dim, pairs in members.items():
+            if any("permute" in self.group[name].moves for name, _ in pairs):
+                index = self._axis_index(site, dim).to(value.device)
+                value = permute_axis(value, dim, index, site_dims)
+        return value
 
     def _rotated(self, site: str, value: Tensor, site_dims: int) -> Tensor:
         """Turn the units that rotate along the axes of a site in the group's view."""
@@ -887,45 +876,20 @@ def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tens
     return full
 
 
-def permute_axes(
-    value: Tensor, indices: Mapping[int, Tensor], site_dims: int
-) -> Tensor:
-    """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch
+def permute_axis(value: Tensor, dim: int, index: Tensor, site_dims: int) -> Tensor:
+    """Permute an axis of ``batch + site_shape`` by ``batch_p + (length,)``; batch
     shapes broadcast.
     """
     batch = value.shape[: value.dim() - site_dims]
     site = value.shape[value.dim() - site_dims :]
-    batches = [
-        index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1
-    ]
-    if len(indices) > 1 and any(shape != batch for shape in batches):
-        # Elements broadcast over values: one gather with flat indices, computed once
-        # for each element.
-        flat = torch.zeros((), dtype=torch.long, device=value.device)
-        for dim, length in enumerate(site):
-            index = indices.get(dim, torch.arange(length, device=value.device))
-            flat = flat + along_axis(index * math.prod(site[dim + 1 :]), dim, site_dims)
-        return permute_axes(
-            value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1
-        ).unflatten(-1, site)
-    for dim, index in indices.items():
-        batch = value.shape[: value.dim() - site_dims]
-        rest = site[dim + 1 :]
-        if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1:
-            value = value.index_select(dim - site_dims, index.reshape(-1))
+    if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1:
+        return value.index_select(dim - site_dims, index.reshape(-1))
+    if dim == 0 and site_dims > 1:
         # whole rows, many times as fast as a gather of their entries
-        elif dim == 0 and rest:
-            row = index + site[0] * torch.arange(
-                batch.numel(), device=value.device
-            ).reshape(*batch, 1)
-            value = (
-                value.reshape(batch.numel() * site[0], *rest)
-                .index_select(0, row.flatten())
-                .reshape(*row.shape, *rest)
-            )
-        else:
-            full = (*torch.broadcast_shapes(batch, index.shape[:-1]), *site)
-            value = value.expand(full).gather(
-                dim - site_dims, along_axis(index, dim, site_dims).expand(full)
-            )
-    return value
+        first = site[0] * torch.arange(batch.numel(), device=value.device)
+        row = index + first.reshape(*batch, 1)
+        rows = value.flatten(0, len(batch)).index_select(0, row.flatten())
+        return rows.reshape(*row.shape, *site[1:])
+    full = (*torch.broadcast_shapes(batch, index.shape[:-1]), *site)
+    index = along_axis(index, dim, site_dims).expand(full)
+    return value.expand(full).gather(dim - site_dims, index)
