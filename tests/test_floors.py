@@ -54,7 +54,9 @@ INSIDE = {
         ["integer_algebra", "reads", "trace"],
         ["flow", "linear_twin"],
         ["verify"],
-        ["cells", "model_density", "repeats", "rules"],
+        ["cells", "model_density", "repeats", "rules", "trials"],
+        ["whole_sites"],
+        ["exponents"],
         [
             *("alike", "completeness", "conservation_law", "members", "model_check"),
             *("valid_sets", "wholes"),
