@@ -20,19 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
-from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.cells import Cells, distinct_rows
 from pyro_symmetric.discovery.flow import Flow, Leaf
-from pyro_symmetric.discovery.linear_twin import (
-    Pass,
-    gradients,
-    in_dtype,
-    random_like,
-)
+from pyro_symmetric.discovery.linear_twin import Pass
 from pyro_symmetric.discovery.registry import (
     Array,
     bound,
@@ -41,7 +35,7 @@ from pyro_symmetric.discovery.registry import (
     salt_of,
 )
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.weights import Tensors, Weights, map_values
+from pyro_symmetric.discovery.trials import Network, Point
 
 POINTS = 3  # at which gradients are compared
 SAME = 1e-7  # relative to the largest gradient of a tensor: a difference by rounding
@@ -79,26 +73,35 @@ def alike(
     :raises NotDifferentiable: if the network has no gradients at such weights.
     """
     lines = list(_lines(flow, cells, held))
-    passes = [Pass(trace, logits) for trace in traces]
-    generator = torch.Generator("cpu").manual_seed(0)
+    net = traces[0].net
+    shapes = {site: torch.Size(leaf.value.shape) for site, leaf in flow.leaves.items()}
+    shapes |= {site: value.shape for site, value in net.named_parameters()}
+    network = Network.of([Pass(trace, logits) for trace in traces], net, shapes)
     labels = [list[Array]() for _ in lines]
     heard = np.zeros(len(cells.colour), dtype=bool)
     for _ in range(POINTS):
-        weights = _symmetric_weights(flow, traces[0].net, held, generator)
-        found = _gradient(passes, weights, generator)
-        largest = max((float(value.abs().max()) for value in found.values()), default=0)
+        weights = dict(network.center)
+        for site, leaf in flow.leaves.items():
+            if site not in held:
+                weights[site] = _symmetric(leaf, weights[site], flow, network.generator)
+        point = Point(weights, network.random_inputs(), [])
+        with _Uncentred():
+            (loss,) = network.losses(point, 1)
+        gradient = {site: value.cpu() for site, value in loss.gradient.items()}
+        sizes = [float(value.abs().max()) for value in gradient.values()]
+        largest = max(sizes, default=0.0)
         for number, line in enumerate(lines):
-            if line.site not in found:
+            if line.site not in gradient or gradient[line.site].is_complex():
                 continue
-            features = _features(found[line.site], line.dim)
+            features = _features(gradient[line.site], line.dim)
             audible = features.abs().amax(1).numpy() > SILENT * largest
             heard[line.unit[audible]] = True
             labels[number].append(_rounded_apart(features))
     # a unit is another if it differs along one of its axes
     seen = np.zeros(len(cells.colour), dtype=np.uint64)
     for number, line in enumerate(lines if not doubtful else ()):
-        for point, numbers in enumerate(labels[number]):
-            salted = hash64(numbers) ^ salt_of(number, point)
+        for draw, numbers in enumerate(labels[number]):
+            salted = hash64(numbers) ^ salt_of(number, draw)
             np.add.at(seen, line.unit, hash64(salted))
     for line, columns in zip(lines, labels, strict=True):
         chosen = np.ones_like(line.orbit, dtype=bool) if doubtful else heard[line.unit]
@@ -130,20 +133,6 @@ def _lines(flow: Flow, cells: Cells, held: Collection[str]) -> Iterator[_Line]:
             yield _Line(leaf.site, part.axes[0], unit, orbit)
 
 
-def _symmetric_weights(
-    flow: Flow, net: nn.Module, held: Collection[str], generator: torch.Generator
-) -> Weights:
-    """Draw weights that are equal along all axes that hold units."""
-    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    weights = {}
-    for site, leaf in flow.leaves.items():
-        own = in_dtype(tensors[site].detach(), torch.float64)
-        weights[site] = own if site in held else _symmetric(leaf, own, flow, generator)
-    for site, value in net.named_parameters():
-        weights.setdefault(site, in_dtype(value.detach(), torch.float64))
-    return weights
-
-
 def _symmetric(
     leaf: Leaf, own: Tensor, flow: Flow, generator: torch.Generator
 ) -> Tensor:
@@ -161,29 +150,6 @@ def _symmetric(
     if leaf.buffer:
         sign = torch.ones_like(sign)
     return (sign * size).to(own).expand(own.shape).contiguous()
-
-
-def _gradient(
-    passes: Sequence[Pass], weights: Weights, generator: torch.Generator
-) -> Tensors:
-    """Return the gradients of a random loss of the outputs at random inputs."""
-    leaves = {
-        site: value.clone().requires_grad_(value.is_floating_point())
-        for site, value in weights.items()
-    }
-    differentiable = {s: v for s, v in leaves.items() if v.requires_grad}
-    total: Weights = {}
-    for forward in passes:
-        inputs = [
-            random_like(in_dtype(value, torch.float64), generator)
-            for value in forward.trace.tensors
-        ]
-        with without_fast_attention(), without_warnings(), _Uncentred():
-            outputs = forward.outputs(leaves, inputs, torch.float64)
-        for gradient in gradients(outputs, differentiable, 1, generator):
-            for site, value in gradient.items():
-                total[site] = total[site] + value if site in total else value
-    return map_values(lambda value: value.detach().cpu(), total)
 
 
 class _Uncentred(TorchFunctionMode):

@@ -485,13 +485,12 @@ def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
     """
     builder = _Builder(cells)
     for leaf in flow.leaves.values():
-        if leaf.members is not None:
-            builder.add_members(leaf, leaf.members)
-        elif leaf.slices is None:
-            for part in leaf.value.parts:
-                builder.add(leaf, part.axes[0], part.atoms)
-        else:
+        parts = leaf.value.parts
+        if leaf.slices is not None:
             builder.add_sliced(leaf, leaf.slices)
+            parts = parts[2:]
+        for part in parts:
+            builder.add(leaf, part)
     return builder.units({leaf.site: leaf.value.shape for leaf in flow.leaves.values()})
 
 
@@ -580,13 +579,25 @@ class _Builder:
                 parent * (int(self.rank[cell].max()) + 1) + self.rank[cell]
             )
 
-    def add(self, leaf: Leaf, dim: int, atoms: Array) -> None:
-        """Locate the units of all cells along one axis."""
+    def add(self, leaf: Leaf, part: Part) -> None:
+        """Locate the units of all cells along the axes of a part.
+
+        Axes that span more than these span those between them, too: layers, in each of
+        which the units lie.
+        """
+        atoms = part.atoms.reshape(-1)
         units_of = self._units_of(leaf, atoms)
+        layers = _positions(part, leaf.value.shape)
+        layer, position = np.divmod(layers.reshape(-1).argsort(), len(atoms))
+        span = part.axes[-1] - part.axes[0] + 1
+        location = leaf.site, part.axes[0], span, leaf.buffer, False
         for cell, units in units_of.items():
-            context = self._context(atoms, units_of, {cell, *self.cells[cell].parents})
+            if _are_members(leaf, part, units):
+                continue
+            parents = self.cells[cell].parents
+            context = self._context(atoms, units_of, {cell, *parents})[position]
             self._add_blocks(
-                cell, units, context, (leaf.site, dim, 1, leaf.buffer, False)
+                cell, units[position], context * len(layers) + layer, location
             )
 
     def add_sliced(self, leaf: Leaf, slices: Array) -> None:
@@ -595,7 +606,7 @@ class _Builder:
 
         Units that hold all columns of a slice move with its rows.
         """
-        rows, entries, *others = (part.atoms for part in leaf.value.parts)
+        rows, entries = (part.atoms for part in leaf.value.parts[:2])
         # those of each slice's first row
         columns = entries[np.searchsorted(slices, np.arange(slices[-1] + 1))]
         by_row = self._units_of(leaf, rows)
@@ -627,37 +638,6 @@ class _Builder:
                     units[position],
                     of_row * (of_column.max() + 1) + of_column,
                     location,
-                )
-        for dim, atoms in enumerate(others, start=2):
-            self.add(leaf, dim, atoms)
-
-    def add_members(self, leaf: Leaf, members: int) -> None:
-        """Locate units in a parameter each of whose members has units of its own.
-
-        An axis that spans two dimensions spans those between them, too.
-        """
-        with_own_axis = any(part.axes == (members,) for part in leaf.value.parts)
-        for part in leaf.value.parts:
-            if len(part.axes) == 1:
-                self.add(leaf, part.axes[0], part.atoms)
-                continue
-            atoms = part.atoms.reshape(-1)
-            units_of = self._units_of(leaf, atoms)
-            span = part.axes[-1] - part.axes[0] + 1
-            location = leaf.site, part.axes[0], span, leaf.buffer, False
-            layers = _positions(part, leaf.value.shape)
-            order = layers.reshape(-1).argsort()
-            position = np.tile(np.arange(len(atoms)), len(layers))[order]
-            layer = np.repeat(np.arange(len(layers)), len(atoms))[order]
-            for cell, units in units_of.items():
-                # members as wholes move along an axis of their own
-                if with_own_axis and _alike_in_members(units, part, members):
-                    continue
-                context = self._context(
-                    atoms, units_of, {cell, *self.cells[cell].parents}
-                )[position]
-                self._add_blocks(
-                    cell, units[position], context * len(layers) + layer, location
                 )
 
     def _units_of(self, leaf: Leaf, atoms: Array) -> dict[int, Array]:
@@ -769,11 +749,15 @@ def _positions(part: Part, shape: Sequence[int]) -> Array:
     return np.moveaxis(positions, 1, 0).reshape(positions.shape[1], -1)
 
 
-def _alike_in_members(units: Array, part: Part, members: int) -> bool:
-    """Return whether all positions of each member belong to the same unit."""
-    by_member = np.moveaxis(
-        units.reshape(part.atoms.shape), part.axes.index(members), 0
-    )
+def _are_members(leaf: Leaf, part: Part, units: Array) -> bool:
+    """Return whether units are members as wholes, which move along an axis of their
+    own.
+    """
+    along = (other.axes for other in leaf.value.parts)
+    if leaf.members is None or len(part.axes) == 1 or (leaf.members,) not in along:
+        return False
+    place = part.axes.index(leaf.members)
+    by_member = np.moveaxis(units.reshape(part.atoms.shape), place, 0)
     return bool((by_member == by_member[:, :1]).all())
 
 

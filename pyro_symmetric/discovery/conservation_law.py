@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from pyro_symmetric.discovery.cells import module_name, unused
 from pyro_symmetric.discovery.exponents import (
@@ -119,7 +118,9 @@ def with_multipliers(
     :param logits: whether outputs go through a softmax.
     """
     by_name = {one.name: one for one in units}
-    network = _network([Pass(trace, logits) for trace in traces], net, shapes)
+    network = Network.of(
+        [Pass(trace, logits) for trace in traces], net, shapes, SMALL, FLOAT64
+    )
     cells = list[LawCell]()
     for family in (*units, *fixed):
         inner = [other for other in units if other.parent == family.name]
@@ -152,17 +153,26 @@ def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     """
     with contextlib.suppress(ValueError):
         return Group(units, shapes, of_network=True)
-    fitting = dict[str, Units]()
+    permuted = dict[str, Units]()
     for family in units:
         if "permute" in family.moves:
             axes = tuple(replace(a, exponent=0, epsilon=None) for a in family.axes)
             moves = frozenset[Move]({"permute"})
-            fitting[family.name] = replace(family, axes=axes, moves=moves)
-    for family in units:
-        with contextlib.suppress(ValueError):
-            wider = (fitting | {family.name: family}).values()
-            fitting = dict(Group(wider, shapes).units)
-    return Group(fitting.values(), shapes, of_network=True)
+            permuted[family.name] = replace(family, axes=axes, moves=moves)
+
+    def widened(known: dict[str, Units], further: Sequence[Units]) -> dict[str, Units]:
+        """Add the units that fit in with the others, by bisection."""
+        wider = known | {family.name: family for family in further}
+        try:
+            return dict(Group(wider.values(), shapes).units)
+        except ValueError:
+            half = len(further) // 2
+            if not half:
+                return known
+            return widened(widened(known, further[:half]), further[half:])
+
+    families = widened(permuted, units)
+    return Group(families.values(), shapes, of_network=True)
 
 
 class Multiplied(NamedTuple):
@@ -467,29 +477,6 @@ class Law:
                     further.setdefault(cell, []).append(exponents)
                     spanning = with_row
         return further
-
-
-def _network(
-    passes: list[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]
-) -> Network:
-    """Return a network as a function of its weights, in double precision if it isn't
-    large.
-    """
-    buffers = dict(net.named_buffers())
-    tensors = dict(net.named_parameters()) | buffers
-    weights = {
-        site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])
-    }
-    size = sum(value.numel() for value in weights.values())
-    return Network(
-        passes,
-        weights,
-        shapes,
-        set(buffers),
-        size < SMALL,
-        torch.float64 if size < FLOAT64 else torch.float32,
-        torch.Generator("cpu").manual_seed(0),
-    )
 
 
 def _solved(network: Network, cells: Sequence[LawCell]) -> Law:

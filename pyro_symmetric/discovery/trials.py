@@ -8,6 +8,7 @@ decided in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.integer_algebra import Exponents
@@ -118,6 +120,35 @@ class Network:
     dtype: torch.dtype
     generator: torch.Generator
 
+    @classmethod
+    def of(
+        cls,
+        passes: Sequence[Pass],
+        net: nn.Module,
+        shapes: Mapping[str, torch.Size],
+        small: float = math.inf,
+        large: float = math.inf,
+    ) -> Network:
+        """Return a network as a function of its weights at some sites.
+
+        :param small: the number of weights from which on it isn't small.
+        :param large: that from which on it is evaluated in single precision.
+        """
+        buffers = dict(net.named_buffers())
+        tensors = dict(net.named_parameters()) | buffers
+        values = {site: tensors[site].detach() for site in shapes}
+        weights = {site: v for site, v in values.items() if not is_lazy(v)}
+        size = sum(value.numel() for value in weights.values())
+        return cls(
+            passes,
+            weights,
+            shapes,
+            set(buffers),
+            size < small,
+            torch.float64 if size < large else torch.float32,
+            torch.Generator("cpu").manual_seed(0),
+        )
+
     @property
     def null(self) -> float:
         """The relative tolerance of a null space."""
@@ -142,10 +173,10 @@ class Network:
 
     @cached_property
     def has_powers(self) -> bool:
-        """Whether a product depends on some weights more than once."""
+        """The verdict that a product depends on some weights more than once."""
         return any(forward.has_powers() for forward in self.untied)
 
-    def leaves(self, twin: Move) -> dict[str, str]:
+    def leaves(self, twin: Move | None) -> dict[str, str]:
         """Return the further leaves of a twin, one for each read of a site, with the
         site.
         """
@@ -170,8 +201,10 @@ class Network:
                 outputs += forward.outputs(weights, of_pass, self.dtype, twin, unfitted)
         return outputs
 
-    def losses(self, point: Point, count: int, twin: Move) -> Iterator[Loss]:
-        """Iterate over random losses of a twin at a point."""
+    def losses(
+        self, point: Point, count: int, twin: Move | None = None
+    ) -> Iterator[Loss]:
+        """Iterate over random losses of the network, or of a twin, at a point."""
         values = dict(point.weights)
         for leaf, site in self.leaves(twin).items():
             values[leaf] = point.weights[site].clone()
@@ -225,10 +258,7 @@ class Network:
         point = self._random_point(weights, 1.0)
         if point is not None:
             return point
-        example = [
-            [in_dtype(x, self.dtype) for x in forward.trace.tensors]
-            for forward in self.passes
-        ]
+        example = self.example
         return Point(weights, example, self.outputs(weights, example))
 
     def fresh_point(self, factor: float = 1.0, size: float = 1.0) -> Point:
@@ -242,6 +272,21 @@ class Network:
             weights[site] = fresh(large, is_buffer, self.generator)
         return self._random_point(weights, size) or self.near_point(NEAR[-1])
 
+    @property
+    def example(self) -> list[list[Tensor]]:
+        """The tensors among the example inputs of each pass."""
+        return [
+            [in_dtype(x, self.dtype) for x in forward.trace.tensors]
+            for forward in self.passes
+        ]
+
+    def random_inputs(self, size: float = 1.0) -> list[list[Tensor]]:
+        """Draw inputs of a size for each pass."""
+        return [
+            [random_like(x, self.generator, size) for x in of_pass]
+            for of_pass in self.example
+        ]
+
     def _random_point(self, weights: Weights, size: float) -> Point | None:
         """Draw inputs at some weights, and fit the running statistics; None if the
         network has no finite outputs there.
@@ -250,13 +295,7 @@ class Network:
         # much for single precision.
         fitted = self.epsilons if self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
-        inputs = [
-            [
-                random_like(in_dtype(x, self.dtype), self.generator, size)
-                for x in forward.trace.tensors
-            ]
-            for forward in self.passes
-        ]
+        inputs = self.random_inputs(size)
         with suppress(NotDifferentiable):
             outputs = self.outputs(weights, inputs, None, unfitted)
             if all(bool(out.isfinite().all()) for out in outputs):
