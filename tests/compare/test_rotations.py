@@ -161,6 +161,31 @@ def test_chains_of_a_factor_model_agree_modulo_rotations():
         assert chain_statistics(frame.posterior.samples[site]).r_hat.max() < 1.06
 
 
+def loadings_alone(data: Tensor) -> None:
+    """Sum out the scores of a probabilistic principal component analysis."""
+    loadings = pyro.sample("W", dist.Normal(torch.zeros(8, 3), 1.0).to_event(2))
+    noise = pyro.sample("noise", dist.LogNormal(-0.5, 0.5))
+    covariance = loadings @ loadings.mT + noise.square() * torch.eye(8)
+    with pyro.plate("rows", len(data)):
+        fn = dist.MultivariateNormal(torch.zeros(8), covariance_matrix=covariance)
+        pyro.sample("y", fn, obs=data)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the chains disagree")
+def test_chains_of_well_determined_loadings_agree_modulo_rotations_to_a_hundredth():
+    torch.manual_seed(0)
+    truth = torch.randn(8, 3)
+    data = torch.randn(1_000, 3) @ truth.mT + 0.5 * torch.randn(1_000, 8)
+    kernel = ps.HMC(loadings_alone, num_steps=8)
+    posterior = ps.sample(
+        kernel, data, num_samples=1_200, num_warmup=500, num_chains=16, seed=0
+    )
+    statistics = ps.diagnose(posterior).statistics
+    assert statistics["weights"]["W"].r_hat.max() > 2
+    assert statistics["modulo symmetry"]["W"].r_hat.max() < 1.01
+
+
 def loadings_turn(x: Tensor) -> None:
     with pyro.plate("factors", 2):
         w = pyro.sample("w", dist.Normal(torch.zeros(5), 1.0).to_event(1))
