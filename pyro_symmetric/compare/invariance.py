@@ -158,9 +158,14 @@ def invariance_tests(
     )
 
 
+def p_value_text(p_value: float) -> str:
+    """Write a p-value; the digits of the smallest are those of an approximation."""
+    return "< 1e-12" if p_value < 1e-12 else f"{p_value:.2g}"
+
+
 def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) -> str:
     """State the outcome in one line."""
-    basis = f"at level {level:g} (p-value {'< 1e-12' if p_value < 1e-12 else f'{p_value:.2g}'}, {draws:,} draws)"
+    basis = f"at level {level:g} (p-value {p_value_text(p_value)}, {draws:,} draws)"
     smallest = {
         name: min(part["index_adjusted"], part["marginal_adjusted"])
         for name, part in parts.items()

@@ -27,7 +27,7 @@ from pyro_symmetric.compare.frames import (
     one_frame,
     pooled_frame,
 )
-from pyro_symmetric.compare.invariance import holm
+from pyro_symmetric.compare.invariance import holm, p_value_text
 from pyro_symmetric.compare.results import DistanceResult, plain
 from pyro_symmetric.compare.scores import Prediction
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -202,7 +202,7 @@ def judge_together(rows: Iterable[Json]) -> None:
         _, colon, details = test["verdict"].partition(": ")
         test["verdict"] = (
             f"{outcome} at level {test['level']:g} over all {len(tests)} methods "
-            f"(p-value {p_value:.2g}, {test['num_draws']:,} draws)"
+            f"(p-value {p_value_text(p_value)}, {test['num_draws']:,} draws)"
             f"{(colon + details) * rejected}"
         )
         test |= {"adjusted": p_value, "rejected": rejected}

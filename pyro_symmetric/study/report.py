@@ -317,6 +317,10 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
         for label, values in by_label.items():
             start = len(values) // 10
             panels[name][label] = (range(start, len(values)), values[start:])
+    # points of a path between two fits weren't trained
+    panels = {
+        name: lines for name, lines in panels.items() if any(curves[name].values())
+    }
     return line_panels(panels, xlabel="step", marker="")
 
 
@@ -440,7 +444,8 @@ def _panels(
     """
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure = Figure(figsize=(width * columns, height * rows))
+    figure.set_layout_engine("constrained", hspace=0.08)
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat[len(names) :]:
         ax.set_visible(False)
