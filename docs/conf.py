@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -58,6 +59,11 @@ html_static_path = ["_static"]
 html_logo = html_favicon = "_static/logo.svg"
 html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+if "urls" in PROJECT:  # once there is a public address: tools/address.py
+    html_theme_options["source_repository"] = PROJECT["urls"]["Repository"]
+    html_theme_options["source_branch"] = "main"
+    html_theme_options["source_directory"] = "docs/"
 
 EXAMPLES = """Every page has an example that runs by itself, and the tests run it. Examples take these as imported:
 
