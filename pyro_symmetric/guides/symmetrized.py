@@ -207,7 +207,9 @@ class AutoSymmetrized(WeightsGuide):
     def _find(self, *args: Any, **kwargs: Any) -> None:
         """Take the symmetry of the model."""
         symmetry = symmetry_of_model(self._raw_model[0], args, kwargs)
-        self._take(group_of(symmetry.with_rotations()), self.estimator)
+        if symmetry.rotating:
+            symmetry = symmetry.with_rotations()
+        self._take(symmetry.group, self.estimator)
         self.at_least = symmetry.at_least
         if isinstance(self._start, Start):
             self._start.moved = self.group.required_sites
