@@ -25,10 +25,12 @@ T = TypeVar("T")
 Names = tuple[str, ...]
 Shape = tuple[int, ...]
 Args = tuple[Any, ...]  # a function's positional arguments
-Json = dict[str, Any]  # what JSON can hold
+Entries = dict[str, Any]  # values of any kind by name
+Values = Mapping[str, Any]  # the same, read only
+Json = Entries  # what JSON can hold
 Device = torch.device | str | None  # PyTorch's default for None
 Model = Callable[..., Any]  # a Pyro model
-Keywords = Mapping[str, Any]  # its keyword arguments
+Keywords = Values  # its keyword arguments
 
 
 def whole(
@@ -175,7 +177,7 @@ def dtype(name: str, value: Any) -> Any:
     return value
 
 
-def described_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def described_call(args: Sequence[Any], kwargs: Values) -> str:
     """Describe the arguments of a call."""
     parts = [described(value) for value in args] + [
         f"{name}={described(value)}" for name, value in kwargs.items()
@@ -206,7 +208,7 @@ def described(value: Any) -> str:
 
 
 def holding_nan(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Values
 ) -> str:
     """Return the end of a message that names arguments with NaN; empty if none has."""
     try:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.distributions import biject_to
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Args, Keywords, Model
+from pyro_symmetric.arguments import Args, Entries, Keywords, Model, Values
 from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
@@ -156,9 +156,7 @@ class MCMC:
         self._posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **options)
         return self._posterior
 
-    def _call_hook(
-        self, transforms: Mapping[str, Any], number: int, weights: Weights
-    ) -> None:
+    def _call_hook(self, transforms: Values, number: int, weights: Weights) -> None:
         """Call Pyro's hook for each chain, with its unconstrained sites."""
         num_warmup = self._options["num_warmup"]
         stage = "Warmup" if number < num_warmup else "Sample"
@@ -184,7 +182,7 @@ class MCMC:
         """Return draws of the latent sites; see ``Posterior.get_samples``."""
         return self._saved().get_samples(num_samples, group_by_chain)
 
-    def diagnostics(self) -> dict[str, dict[str, Any]]:
+    def diagnostics(self) -> dict[str, Entries]:
         """Return convergence diagnostics in Pyro's form; see
         ``Posterior.diagnostics``.
         """
@@ -204,7 +202,7 @@ class MCMC:
         return replace(self.posterior, samples=samples)
 
 
-def _bijections(model: Model, args: Args, kwargs: Keywords) -> dict[str, Any]:
+def _bijections(model: Model, args: Args, kwargs: Keywords) -> Entries:
     """Return the bijections from unconstrained values to a model's sites."""
     with torch.no_grad(), forked():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
@@ -215,7 +213,7 @@ def _bijections(model: Model, args: Args, kwargs: Keywords) -> dict[str, Any]:
     }
 
 
-def _require_options(options: dict[str, Any]) -> None:
+def _require_options(options: Entries) -> None:
     """Require options of :func:`~pyro_symmetric.sample`."""
     known = inspect.signature(mcmc.sample).parameters.keys() - NO_OPTIONS
     own = inspect.signature(MCMC).parameters.keys() - {"options"}

@@ -53,7 +53,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pyro_symmetric.arguments import Json, Shape
+from pyro_symmetric.arguments import Entries, Json, Shape, Values
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
@@ -61,7 +61,7 @@ PathLike = str | os.PathLike[str]
 Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 # A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and
 # metadata, whatever JSON can hold.
-Contents = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
+Contents = tuple[dict[str, Tensor], dict[str, Tensor], Entries]
 KIND = "draw store"
 VERSION = 3
 CHECKPOINT = "checkpoint.safetensors"
@@ -200,7 +200,7 @@ class Recorder:
     def __init__(self, folder: PathLike | None, num_samples: int):
         self.folder = None if folder is None else Path(folder)
         self.num_samples = num_samples
-        self.fingerprint = dict[str, Any]()
+        self.fingerprint = Entries()
         self.last: Checkpoint | None = None
         self.failed = False
         self.next_commit = math.inf
@@ -422,7 +422,7 @@ class Recorder:
     def _write_zarr_metadata(self, folder: Path, checkpoint: Checkpoint) -> None:
         """Write a ``zarr.json`` for each group and array."""
         group = {"zarr_format": 3, "node_type": "group"}
-        nodes: dict[str, dict[str, Any]] = {
+        nodes: dict[str, Entries] = {
             name: {**group, "attributes": {}} for name in GROUPS
         }
         for array, file in zip(checkpoint.arrays, self._files, strict=True):
@@ -655,7 +655,7 @@ def save_tensors(
     kind: str,
     version: int,
     tensors: Mapping[str, Tensor],
-    header: Mapping[str, Any],
+    header: Values,
 ) -> None:
     """Write tensors and a header to a file, replacing an old one only by a complete
     one.
@@ -685,7 +685,7 @@ def save_tensors(
 
 def load_tensors(
     path: PathLike, kind: str, version: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], Entries]:
     """Read the tensors, on the CPU, and the header that :func:`save_tensors` wrote.
 
     :param version: the newest version that the caller understands.

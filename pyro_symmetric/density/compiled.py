@@ -26,6 +26,7 @@ from pyro_symmetric._process import (
     without_messages,
     without_warnings,
 )
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -44,7 +45,7 @@ MIN_LANES = 16  # chains from which innermost loops over chains are faster
 # With one thread PyTorch starts no worker processes. It detects vector instructions by
 # compiling and loading test programs, which takes as long as all else; AVX512 is known
 # from its own kernels.
-OPTIONS: dict[str, Any] = {
+OPTIONS: Entries = {
     "size_asserts": False,
     "compile_threads": 1,
     "cpp.vec_isa_ok": True
@@ -198,7 +199,7 @@ class Compiled:
 
         return evaluate
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Entries:
         return {**vars(self), "_programs": {}, "_lanes": None}
 
     def _compile(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric._process import forked, replaced, running_pyro
-from pyro_symmetric.arguments import Args, described, described_call
+from pyro_symmetric.arguments import Args, Entries, described, described_call
 from pyro_symmetric.density.site_checks import require_possible_targets
 from pyro_symmetric.density.traced import TracedTarget, explaining, placed
 from pyro_symmetric.models import (
@@ -28,11 +28,11 @@ from pyro_symmetric.models import (
     GaussianLikelihood,
     over_weights,
 )
-from pyro_symmetric.weights import Layout, Weights, map_values, select_rows
+from pyro_symmetric.weights import Layout, Tensors, Weights, map_values, select_rows
 
 Evaluation = tuple[Tensor, Tensor]
 Evaluate = Callable[..., Evaluation]
-Rows = Mapping[str, Tensor]  # mini-batches: name -> (C, B)
+Rows = Tensors  # mini-batches: name -> (C, B)
 ROWS = "rows"  # name of a network's mini-batches
 # relative errors of gradients and of energies in single precision
 COARSE = 1e-2
@@ -228,7 +228,7 @@ class NetworkTarget:
         self,
         model: BayesianModel,
         args: Args,
-        kwargs: dict[str, Any],
+        kwargs: Entries,
         batch_size: int | None,
     ):
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}

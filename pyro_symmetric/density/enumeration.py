@@ -32,6 +32,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.weights import ByName, Weights
 
 MOST_ENTRIES = 2**27  # of the largest table of one chain
@@ -103,7 +104,7 @@ class Enumeration(EnumMessenger):
         others, log_sum, scale, elimination = self._contract(trace)
         indices, log_prob = elimination.draw()
         draws = {}
-        nodes = dict[str, Any](trace.nodes)
+        nodes = Entries(trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
             support = site["value"].reshape(-1, *site["fn"].event_shape)
@@ -121,7 +122,7 @@ class Enumeration(EnumMessenger):
         trace.symbolize_dims()
         draws = {}
         indices = {}
-        nodes = dict[str, Any](trace.nodes)
+        nodes = Entries(trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
             support = site["value"].reshape(-1, *site["fn"].event_shape)
@@ -275,7 +276,7 @@ class _Elimination(LogRing):
     def draw(self) -> tuple[Weights, Any]:
         """Draw an index along each dimension that was summed, a packed tensor over the
         plates' dimensions; return the log-probability of the draws, too."""
-        indices = dict[str, Tensor]()
+        indices = ByName()
         log_prob = 0.0
         for dim, table in reversed(self._tables):
             for other in [other for other in table._pyro_dims if other in indices]:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -47,7 +48,7 @@ class Call(NamedTuple):
     """An operator of the graph with its arguments, some of which are Lanes."""
 
     op: Any
-    arguments: dict[str, Any]  # by their names in the operator's schema
+    arguments: Entries  # by their names in the operator's schema
     result: Any  # of one chain, as a fake tensor
     num_chains: int
 
@@ -174,7 +175,7 @@ def _source(value: Any) -> Callable[[], Any]:
 
 
 def _interpret(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], num_chains: int
+    node: fx.Node, args: tuple[Any, ...], kwargs: Entries, num_chains: int
 ) -> Any:
     """Return the result of a node for all chains: Lanes, or the same for each."""
     op: Any = node.target

@@ -32,6 +32,7 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.density.eager import (
     ROWS,
     Evaluate,
@@ -69,7 +70,7 @@ ONE = np.uint64(1)
 EIGHT = np.uint64(8)
 T2, T3, T4, T5, T6, T7 = (np.uint64(k * 128) for k in range(2, 8))
 TAYLOR = tuple(1 / math.factorial(k) for k in range(14))
-OPTIONS: dict[str, Any] = {
+OPTIONS: Entries = {
     # sums in any order, but NaN and infinity as by IEEE
     "fastmath": {"reassoc", "contract", "nsz"},
     "error_model": "numpy",

@@ -16,7 +16,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,8 +40,10 @@ from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.arguments import (
     Args,
     Device,
+    Entries,
     Keywords,
     Model,
+    Values,
     as_tensor,
     described,
     described_call,
@@ -86,7 +88,7 @@ class Traced:
         vmapped.
     """
 
-    def __init__(self, model: Model, args: Args, kwargs: dict[str, Any]):
+    def __init__(self, model: Model, args: Args, kwargs: Entries):
         require_call(model, args, kwargs)
         self.model = seen_through(model)
         self.args = args
@@ -173,7 +175,7 @@ class Traced:
                     "broadcast (pyro.ops.indexing.Vindex), or a long loop outside "
                     "pyro.plate and pyro.markov"
                 ) from error
-            nodes = dict[str, Any](trace.nodes).items()
+            nodes = Entries(trace.nodes).items()
             rows = {
                 name: s["value"]
                 for name, s in nodes
@@ -227,7 +229,7 @@ class TracedTarget(Traced):
         self,
         model: Model,
         args: Args,
-        kwargs: dict[str, Any],
+        kwargs: Entries,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
@@ -241,7 +243,7 @@ class TracedTarget(Traced):
         self.parameters = map_values(as_tensor, parameters)
         latent = latent_sites(trace)
         # The sites that samplers move: discrete sites are summed out.
-        self.sites: Mapping[str, Any] = {
+        self.sites: Values = {
             site["name"]: site["fn"] for site in latent if not is_enumerated(site)
         }
         if not self.sites:
@@ -342,22 +344,20 @@ class TracedTarget(Traced):
         return self._programs[key](weights)
 
     def _compute(self, weights: Weights) -> Weights:
-        nodes: dict[str, Any] = self.run(weights).nodes
+        nodes: Entries = self.run(weights).nodes
         like = first_value(weights)
         return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
 
     def prior_weights(self, num_chains: int) -> Weights:
         # Many distributions can't be sampled inside vmap. This loop takes milliseconds,
         # once a sampling run.
-        runs: list[dict[str, Any]] = [
-            self._prior_run().nodes for _ in range(num_chains)
-        ]
+        runs: list[Entries] = [self._prior_run().nodes for _ in range(num_chains)]
         return {
             site: torch.stack([nodes[site]["value"] for nodes in runs])
             for site in self.sites
         }
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Entries:
         return {**vars(self), "_programs": {}}
 
     def __repr__(self) -> str:
@@ -387,7 +387,7 @@ class TracedTarget(Traced):
         names = {
             site["name"] for site in latent_sites(trace) if not is_enumerated(site)
         }
-        nodes = dict[str, Any](trace.nodes)
+        nodes = Entries(trace.nodes)
         if changed := sorted(
             set(self._probes) ^ (names | (set(self._probes) & set(nodes)))
         ):
@@ -416,7 +416,7 @@ class TracedTarget(Traced):
         """Return the shapes of the deterministic sites, without complex ones and, with
         a warning, without those that depend on discrete sites, which have no single
         value once these are summed out."""
-        values: dict[str, Any] = {
+        values: Entries = {
             name: site["value"]
             for name, site in trace.nodes.items()
             if is_deterministic(site)
@@ -641,13 +641,13 @@ class Placed(NamedTuple):
 
     model: Any
     args: Args
-    kwargs: dict[str, Any]
+    kwargs: Entries
 
 
 def placed(
     model: Any,
     args: Args,
-    kwargs: dict[str, Any],
+    kwargs: Entries,
     device: Device,
     dtype: torch.dtype | None,
 ) -> Placed:

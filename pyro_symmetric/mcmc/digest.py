@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.store import raw_bytes
 
 LIBRARIES = {
@@ -429,7 +430,7 @@ def _mentioned(code: types.CodeType) -> _Code:
     return mentioned
 
 
-def _globals_read(function: types.FunctionType, mentioned: _Code) -> dict[str, Any]:
+def _globals_read(function: types.FunctionType, mentioned: _Code) -> Entries:
     """Return the globals that a function reads, but for those that describe its module,
     such as ``__file__``.
     """

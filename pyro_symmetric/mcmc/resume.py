@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import LOCK
 from pyro_symmetric._version import __version__
-from pyro_symmetric.arguments import Json
+from pyro_symmetric.arguments import Entries, Json, Values
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.digest import complete_digest, digest, is_installed
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
@@ -123,9 +123,7 @@ def digest_before_run(kernel: Kernel) -> str | None:
     return complete_digest(code_of(kernel))
 
 
-def require_same(
-    settings: Settings, stored: Mapping[str, Any], current: dict[str, Any]
-) -> bool:
+def require_same(settings: Settings, stored: Values, current: Entries) -> bool:
     """Check that a stored fingerprint matches the current call's, and add the stored
     digests of its code to the current ones.
 
@@ -211,7 +209,7 @@ def _other_run(settings: Settings, differing: list[str], hint: str = "") -> Stor
 # the saved state ----------------------------------------------------------------------
 
 
-def pack(fields: Mapping[str, Any], potential: Tensor) -> memoryview:
+def pack(fields: Values, potential: Tensor) -> memoryview:
     """Serialise the fields of a run's state and the energies at its positions, without
     another copy in memory.
     """
@@ -221,9 +219,7 @@ def pack(fields: Mapping[str, Any], potential: Tensor) -> memoryview:
     return buffer.getbuffer()
 
 
-def unpack(
-    content: bytes | memoryview, kernel: Kernel
-) -> tuple[dict[str, Any], Tensor]:
+def unpack(content: bytes | memoryview, kernel: Kernel) -> tuple[Entries, Tensor]:
     """Return the fields and energies that :func:`pack` serialised.
 
     :raises pickle.UnpicklingError: if they hold more than tensors, plain values, and
@@ -276,7 +272,7 @@ def _require_sizes(values: Iterable[Any], size: int) -> None:
             _require_sizes(vars(value).values(), size)
 
 
-def require_storable(fields: Mapping[str, Any], kernel: Kernel) -> None:
+def require_storable(fields: Values, kernel: Kernel) -> None:
     """Raise ``TypeError`` if a store can't keep the kernel's state."""
     try:
         unpack(pack(fields, fields["state"].energy), kernel)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Args, Device, Json, Keywords, Model
+from pyro_symmetric.arguments import Args, Device, Entries, Json, Keywords, Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -63,6 +63,7 @@ from pyro_symmetric.store import (
     StoreError,
 )
 from pyro_symmetric.weights import (
+    Tensors,
     Weights,
     batch_shape,
     drop_names,
@@ -86,14 +87,7 @@ RADIUS = 2.0
 # back
 ROUNDING = 1e-3
 FAR, MOST_FLAT = 30.0, 100  # a distance from all bounds; entries that are tried there
-Initial = (
-    str
-    | Mapping[str, Tensor]
-    | Posterior
-    | AutoGuide
-    | Callable[[int], Mapping[str, Tensor]]
-    | None
-)
+Initial = str | Tensors | Posterior | AutoGuide | Callable[[int], Tensors] | None
 # takes an iteration's number and the weights of all chains
 Hook = Callable[[int, Weights], Any]
 MAX_CHAINS = 64
@@ -249,7 +243,7 @@ class Settings:
 
     kernel: Kernel
     args: Args = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Entries = field(default_factory=dict)
     num_samples: int = 1000
     num_warmup: int | str = "auto"
     num_chains: int = 4

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed, forked
+from pyro_symmetric.arguments import Entries
 from pyro_symmetric.mcmc.run import Settings, resolve, run
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import CHECKPOINT, make_folder
@@ -130,7 +130,7 @@ def default_size(num_chains: int) -> int:
 
 def run_task(
     settings: Settings, caller: tuple[int, int]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[Entries], Entries]:
     """Run one task in this process, on one thread of PyTorch's.
 
     :param caller: id of the process that submits the task, and its number of threads.

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Values
 from pyro_symmetric.posterior.statistics import (
     chain_statistics,
     copied_chains,
@@ -186,7 +187,7 @@ def disagreement(samples: Tensors, subsampled: bool) -> Check:
 # the run ------------------------------------------------------------------------------
 
 
-def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:
+def starts(metadata: Values) -> Iterator[Check]:
     """Report that all chains of a run started at one point, so that their agreement
     shows little.
     """
@@ -197,7 +198,7 @@ def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:
         )
 
 
-def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
+def warm_up(metadata: Values) -> Iterator[Check]:
     """Check R-hat at the end of a warm-up of ``num_warmup="auto"``, in the worst task
     of a run in tasks.
     """

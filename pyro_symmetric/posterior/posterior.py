@@ -35,10 +35,12 @@ from pyro_symmetric import arguments, plots
 from pyro_symmetric.arguments import (
     Args,
     Device,
+    Entries,
     Json,
     Keywords,
     Model,
     Names,
+    Values,
     as_tensor,
     described,
 )
@@ -120,7 +122,7 @@ class Posterior:
     metadata: Json = field(default_factory=dict)
     kind: Kind = field(kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
-    saved_symmetry: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    saved_symmetry: Values | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("samples", "statistics", "metadata"):
@@ -399,7 +401,7 @@ class Posterior:
 
     to_arviz = to_arviz
 
-    def diagnostics(self) -> dict[str, dict[str, Any]]:
+    def diagnostics(self) -> dict[str, Entries]:
         """Diagnose convergence as Pyro's ``MCMC.diagnostics`` does: site -> ``n_eff``
         (bulk effective sample size) and ``r_hat`` (rank-normalised split R-hat) of its
         entries; ``"divergences"`` -> ``{"chain 0": [draws], ...}``; if the sampler has
@@ -544,7 +546,7 @@ class Posterior:
             raise StoreError(f"{path} is damaged: {error!r}") from error
 
 
-def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> Json:
+def _joint(runs: Sequence[Entries], chains: Sequence[int]) -> Json:
     """Join metadata: entries that all runs share, the sum of their ``seconds``, and the
     rest as ``parts``.
     """
@@ -572,7 +574,7 @@ def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> Json:
 
 # draws as arguments -------------------------------------------------------------------
 
-Draws = Mapping[str, Tensor] | Posterior
+Draws = Tensors | Posterior
 
 
 def samples_of(

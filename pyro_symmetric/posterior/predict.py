@@ -8,7 +8,6 @@ draws whose activations fit into memory, and keeps only the requested values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +21,14 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, forked
-from pyro_symmetric.arguments import Args, Device, Model, described_call
+from pyro_symmetric.arguments import (
+    Args,
+    Device,
+    Entries,
+    Model,
+    Values,
+    described_call,
+)
 from pyro_symmetric.density.enumeration import masked_log_prob
 from pyro_symmetric.density.site_checks import check_observed, is_deterministic
 from pyro_symmetric.density.traced import (
@@ -209,7 +215,7 @@ class NetworkPredictor:
         self,
         model: nn.Module,
         args: Args,
-        kwargs: dict[str, Any],
+        kwargs: Entries,
         kind: str,
         given: Tensors,
     ):
@@ -304,7 +310,7 @@ class TracedPredictor(Traced):
         self,
         model: Model,
         args: Args,
-        kwargs: dict[str, Any],
+        kwargs: Entries,
         kind: str,
         given: Tensors,
         device: Device,
@@ -335,7 +341,7 @@ class TracedPredictor(Traced):
             PriorMessenger(self.device, self.dtype),
         ):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        sites: dict[str, Any] = {
+        sites: Entries = {
             name: site for name, site in trace.nodes.items() if site["type"] == "sample"
         }
         self.site_shapes = {
@@ -363,7 +369,7 @@ class TracedPredictor(Traced):
         frames = {
             frame.name for site in drawn.values() for frame in site["cond_indep_stack"]
         }
-        plates: dict[str, Any] = {
+        plates: Entries = {
             name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()
         }
         if partial := [
@@ -379,7 +385,7 @@ class TracedPredictor(Traced):
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, given)
 
-    def _require_given(self, drawn: Mapping[str, Any], given: Tensors) -> None:
+    def _require_given(self, drawn: Values, given: Tensors) -> None:
         """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``,
         enumerated ones.
         """
@@ -428,7 +434,7 @@ class TracedPredictor(Traced):
     def _one(self, weights: Weights) -> Any:
         """Predict with one draw."""
         if self.kind == "log_likelihood":
-            nodes: Mapping[str, Any] = self.run(weights).nodes
+            nodes: Values = self.run(weights).nodes
             observed = [
                 n
                 for n, s in nodes.items()

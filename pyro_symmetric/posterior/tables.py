@@ -19,11 +19,12 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.arguments import Values, as_tensor, described
 from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics
+from pyro_symmetric.weights import ByName, Tensors
 
 if TYPE_CHECKING:
     import xarray
@@ -89,7 +90,7 @@ def html_table(
 def to_arviz(
     posterior: Any,
     dims: Mapping[str, list[str]] | None = None,
-    coords: Mapping[str, Any] | None = None,
+    coords: Values | None = None,
     *,
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
@@ -172,7 +173,7 @@ def to_arviz(
     )
 
 
-def metadata_as_json(metadata: Mapping[str, Any]) -> str:
+def metadata_as_json(metadata: Values) -> str:
     """Convert metadata to JSON; raise ``ValueError`` naming an entry that can't be."""
     for name, value in metadata.items():
         try:
@@ -194,7 +195,7 @@ def _array(value: Tensor) -> np.ndarray:
 
 def _call(
     posterior: Any, value: bool | tuple[Any, ...], name: str
-) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+) -> tuple[Any, tuple[Any, ...], Values]:
     """Return the model and its arguments, as the value of the argument ``name``
     specifies them.
     """
@@ -216,9 +217,9 @@ def _observed(
     posterior: Any,
     model: Any,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    sites: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
+    kwargs: Values,
+    sites: Tensors,
+) -> ByName:
     dtype, device = (
         promoted(list(posterior.samples.values())),
         posterior.source and posterior.source.device,
