@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
+from torch import Generator
 from torch.utils import _pytree as pytree
+
+from pyro_symmetric.arguments import Dtype
 
 # Held while global state is changed, and while a Pyro model runs: Pyro's stack of
 # handlers is global, too.
@@ -48,7 +51,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
+def running_pyro(dtype: Dtype = None) -> Iterator[None]:
     """Run a Pyro model exclusively and without validation, which
     :func:`torch.func.vmap` can't trace.
 
@@ -67,7 +70,7 @@ def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked(
-    source: int | torch.Generator | None = None,
+    source: int | Generator | None = None,
     *devices: torch.device | str | None,
     host: bool = False,
 ) -> Iterator[None]:
@@ -81,7 +84,7 @@ def forked(
         use it.
     :param host: whether NumPy's and Python's generators are seeded and restored, too.
     """
-    if isinstance(source, torch.Generator):
+    if isinstance(source, Generator):
         source = int(torch.randint(2**62, (), generator=source, device=source.device))
     with LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(

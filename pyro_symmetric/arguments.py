@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,9 @@ Entries = dict[str, Any]  # values of any kind by name
 Values = Mapping[str, Any]  # the same, read only
 Json = Entries  # what JSON can hold
 Device = torch.device | str | None  # PyTorch's default for None
-Model = Callable[..., Any]  # a Pyro model
+Dtype = torch.dtype | None  # likewise
+Function = Callable[..., Any]
+Model = Function  # of Pyro
 Keywords = Values  # its keyword arguments
 
 
@@ -159,12 +161,10 @@ def listed(
     ]
 
 
-def shape(name: str, value: Any) -> torch.Size:
+def shape(name: str, value: Any) -> Size:
     """Require a shape: whole numbers of at least 0."""
     instance(name, value, Sequence, "a tuple of whole numbers, as in (100,)")
-    return torch.Size(
-        [whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)]
-    )
+    return Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
 
 
 def dtype(name: str, value: Any) -> Any:
@@ -207,9 +207,7 @@ def described(value: Any) -> str:
     )
 
 
-def holding_nan(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Values
-) -> str:
+def holding_nan(function: Function, args: Sequence[Any], kwargs: Values) -> str:
     """Return the end of a message that names arguments with NaN; empty if none has."""
     try:
         call = getattr(function, "forward", function)  # of a module

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.distributions import biject_to
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Args, Entries, Keywords, Model, Values
+from pyro_symmetric.arguments import Args, Entries, Function, Keywords, Model, Values
 from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
@@ -98,7 +98,7 @@ class MCMC:
         warmup_steps: int | None = None,
         initial_params: Tensors | None = None,
         num_chains: int = 1,
-        hook_fn: Callable[..., Any] | None = None,
+        hook_fn: Function | None = None,
         mp_context: str | None = None,
         disable_progbar: bool = False,
         disable_validation: bool | None = True,

@@ -51,7 +51,7 @@ from urllib.parse import quote
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Size, Tensor
 
 from pyro_symmetric.arguments import Entries, Json, Shape, Values
 from pyro_symmetric.errors import Error
@@ -568,7 +568,7 @@ class Array:
             raise ValueError(f"a store can't keep {self}")
 
     @classmethod
-    def of(cls, group: str, name: str, dtype: torch.dtype, shape: torch.Size) -> Array:
+    def of(cls, group: str, name: str, dtype: torch.dtype, shape: Size) -> Array:
         """Describe the array for draws ``shape``, ``(chains, *site_shape)``."""
         return cls(group, name, str(dtype).removeprefix("torch."), tuple(shape))
 

@@ -24,7 +24,7 @@ from pyro.distributions.torch_distribution import (
     ExpandedDistribution,
     MaskedDistribution,
 )
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributions import (
     Distribution,
     Independent,
@@ -46,7 +46,7 @@ from pyro_symmetric.arguments import as_tensor
 Weights = dict[str, Tensor]
 ByName = dict[str, Tensor]  # numbers that are no weights
 Tensors = Mapping[str, Tensor]  # either, read only
-Shapes = Mapping[str, torch.Size]
+Shapes = Mapping[str, Size]
 Name = TypeVar("Name")
 Before = TypeVar("Before")
 After = TypeVar("After")
@@ -95,7 +95,7 @@ def drop_names(
 
 def shapes_of(
     weights: Mapping[str, Any], name: str = "example_weights"
-) -> dict[str, torch.Size]:
+) -> dict[str, Size]:
     """Return the shape of each entry; entries may be tensors or shapes."""
     return {
         site: value.shape
@@ -105,9 +105,7 @@ def shapes_of(
     }
 
 
-def batch_shape(
-    weights: Tensors, site_shapes: Shapes, name: str = "weights"
-) -> torch.Size:
+def batch_shape(weights: Tensors, site_shapes: Shapes, name: str = "weights") -> Size:
     """Return the leading dimensions that all of ``weights`` share in front of
     ``site_shapes``.
 
@@ -250,12 +248,12 @@ class Layout:
         transforms: Mapping[str, Transform] | None = None,
     ):
         given = transforms or {}
-        self.site_shapes = map_values(torch.Size, site_shapes)
+        self.site_shapes = map_values(Size, site_shapes)
         self.transforms: dict[str, Transform] = {
             site: given.get(site, identity_transform) for site in site_shapes
         }
         self.unconstrained_shapes = {
-            site: torch.Size(self.transforms[site].inverse_shape(shape))
+            site: Size(self.transforms[site].inverse_shape(shape))
             for site, shape in self.site_shapes.items()
         }
         self.angles: list[str] = []
@@ -274,7 +272,7 @@ class Layout:
             unconstrained values.
         """
         shapes = {
-            site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape)
+            site: Size(fn.batch_shape) + Size(fn.event_shape)
             for site, fn in sites.items()
         }
         layout = cls(

@@ -26,7 +26,7 @@ from pyro_symmetric._process import (
     without_messages,
     without_warnings,
 )
-from pyro_symmetric.arguments import Entries
+from pyro_symmetric.arguments import Args, Entries, Function, Names
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -65,7 +65,7 @@ def has_compiler(device: torch.device) -> bool:
 class Program(NamedTuple):
     """A compiled function of tensors."""
 
-    function: Callable[..., Any]
+    function: Function
     results: Any  # their structure
 
 
@@ -84,7 +84,7 @@ class Compiled:
 
     def __init__(self, eager: Eager, most_chains: int, z: Tensor):
         self.eager, self.most_chains = eager, most_chains
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._programs: dict[Args, Program] = {}
         self._lanes: ChainsLast | None = None
         self._has_lanes = (
             isinstance(eager.target, TracedTarget) and not eager.target.row_counts
@@ -101,9 +101,7 @@ class Compiled:
         )
         return energy, gradient
 
-    def run(
-        self, function: Callable[..., Any], *inputs: Any, names: tuple[str, ...] = ()
-    ) -> Any:
+    def run(self, function: Function, *inputs: Any, names: Names = ()) -> Any:
         """Run the program of a function, compiled for the shapes of its inputs; see
         :func:`~pyro_symmetric.density.density.fused`.
 
@@ -122,9 +120,7 @@ class Compiled:
         flat = [value.contiguous() for value in flat]  # so that strides don't matter
         return self._run(evaluate, function, names, structure, flat)
 
-    def _run_last(
-        self, function: Callable[..., Any], structure: Any, flat: list[Tensor]
-    ) -> Any:
+    def _run_last(self, function: Function, structure: Any, flat: list[Tensor]) -> Any:
         """Run the program with the chains last."""
         if self._lanes is None:
             with self._lock:
@@ -143,8 +139,8 @@ class Compiled:
     def _run(
         self,
         evaluate: Callable[..., Evaluation],
-        function: Callable[..., Any],
-        names: tuple[str, ...],
+        function: Function,
+        names: Names,
         structure: Any,
         flat: list[Tensor],
     ) -> Any:
@@ -173,7 +169,7 @@ class Compiled:
         return result
 
     def _require_same(
-        self, found: Evaluation, names: tuple[str, ...], z: Tensor, *rows: Tensor
+        self, found: Evaluation, names: Names, z: Tensor, *rows: Tensor
     ) -> None:
         """Compare a program's evaluation with the model's.
 
@@ -186,7 +182,7 @@ class Compiled:
                 "PyTorch's compiler made a program that computes something else"
             )
 
-    def _evaluation(self, names: tuple[str, ...]) -> Callable[..., Evaluation]:
+    def _evaluation(self, names: Names) -> Callable[..., Evaluation]:
         """Return the eager evaluation as a function of positions and of mini-batches
         with these names.
         """
@@ -205,7 +201,7 @@ class Compiled:
     def _compile(
         self,
         evaluate: Callable[..., Evaluation],
-        function: Callable[..., Any],
+        function: Function,
         structure: Any,
         inputs: list[Tensor],
     ) -> Program:

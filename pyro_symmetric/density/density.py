@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Device, Keywords, Model
+from pyro_symmetric.arguments import Device, Dtype, Function, Keywords, Model
 from pyro_symmetric.density.compiled import MIN_EVALUATIONS, Compiled, has_compiler
 from pyro_symmetric.density.eager import (
     Eager,
@@ -149,7 +149,7 @@ class Density:
         kwargs: Keywords | None = None,
         *,
         device: Device = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype = None,
         chain_chunk: int | None = None,
         engine: str = "auto",
         batch_size: int | None = None,
@@ -415,7 +415,7 @@ class Density:
 # parts of a kernel's step -------------------------------------------------------------
 
 
-def fused(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+def fused(density: Any, function: Function, *inputs: Any) -> Any:
     """Return ``function(evaluate, *inputs)``, computed by one program if the density's
     engine compiles.
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.traceenum_elbo import _get_common_scale
 from pyro.ops.contract import contract_to_tensor
 from pyro.ops.packed import broadcast_all, gather, pack, unpack
 from pyro.ops.rings import LogRing
+from pyro.poutine import Trace
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -84,7 +84,7 @@ class Enumeration(EnumMessenger):
             if len(shape) >= -dim and shape[dim] > 1
         }
 
-    def log_prob(self, trace: poutine.Trace) -> Tensor:
+    def log_prob(self, trace: Trace) -> Tensor:
         """Return the log-density of an enumerated trace with the discrete sites summed
         out.
 
@@ -94,7 +94,7 @@ class Enumeration(EnumMessenger):
         others, log_sum, scale, _ = self._contract(trace)
         return others + scale * log_sum
 
-    def draw(self, trace: poutine.Trace) -> tuple[Weights, Tensor]:
+    def draw(self, trace: Trace) -> tuple[Weights, Tensor]:
         """Draw the discrete sites from their joint distribution given all other sites
         of an enumerated trace.
 
@@ -115,7 +115,7 @@ class Enumeration(EnumMessenger):
             )
         return draws, others + scale * (log_sum + log_prob)
 
-    def random_assignment(self, trace: poutine.Trace) -> Assignment:
+    def random_assignment(self, trace: Trace) -> Assignment:
         """Draw values of the discrete sites, each with equal probability and apart from
         the others, also those of one plate, and score them by the factors of an
         enumerated trace."""
@@ -140,7 +140,7 @@ class Enumeration(EnumMessenger):
             log_probs[name] = factor.sum()
         return Assignment(draws, log_probs)
 
-    def _contract(self, trace: poutine.Trace) -> _Contraction:
+    def _contract(self, trace: Trace) -> _Contraction:
         """Sum over the discrete sites."""
         others, factors, scale = self._factors(trace)
         elimination = _Elimination(list(trace.symbol_to_dim))
@@ -150,7 +150,7 @@ class Enumeration(EnumMessenger):
         log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
         return _Contraction(others, log_sum, scale, elimination)
 
-    def _factors(self, trace: poutine.Trace) -> _Factors:
+    def _factors(self, trace: Trace) -> _Factors:
         """Return the log-densities of all sites."""
         trace.symbolize_dims()
         nodes = dict(trace.nodes)

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.arguments import Entries
+from pyro_symmetric.arguments import Args, Entries
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -174,9 +174,7 @@ def _source(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _interpret(
-    node: fx.Node, args: tuple[Any, ...], kwargs: Entries, num_chains: int
-) -> Any:
+def _interpret(node: fx.Node, args: Args, kwargs: Entries, num_chains: int) -> Any:
     """Return the result of a node for all chains: Lanes, or the same for each."""
     op: Any = node.target
     if op is operator.getitem or not any(
@@ -403,7 +401,7 @@ WITH_AXES = {
 }
 
 
-_BY_RULE: dict[Callable[[Call], Any], tuple[Any, ...]] = {
+_BY_RULE: dict[Callable[[Call], Any], Args] = {
     _same: (
         aten.clone.default,
         aten.detach.default,

@@ -32,7 +32,7 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.arguments import Entries
+from pyro_symmetric.arguments import Args, Entries
 from pyro_symmetric.density.eager import (
     ROWS,
     Evaluate,
@@ -293,7 +293,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
+        self.calls: list[tuple[str, Args, Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -27,11 +27,11 @@ from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributions import Independent, Multinomial, biject_to, constraints
 
 from pyro_symmetric._process import replaced
-from pyro_symmetric.arguments import Model, as_tensor, described
+from pyro_symmetric.arguments import Function, Model, as_tensor, described
 from pyro_symmetric.weights import base_of, is_angle
 
 ROUNDING = 1e-4  # relative to 1 and a value's size: sums of simplices in float32
@@ -84,8 +84,8 @@ class SiteAxes(NamedTuple):
     :ivar plates: axis -> size of its plate.
     """
 
-    scored: torch.Size
-    value: torch.Size
+    scored: Size
+    value: Size
     plates: dict[int, int]
 
     def miscounted(self) -> list[int]:
@@ -148,7 +148,7 @@ def _axes(site: Any) -> SiteAxes | None:
         for frame in site["cond_indep_stack"]
         if frame.vectorized
     }
-    return SiteAxes(scored, torch.Size((*padding, *batch_shape)), plates)
+    return SiteAxes(scored, Size((*padding, *batch_shape)), plates)
 
 
 def _require_event_axes(site: Any) -> None:
@@ -348,7 +348,7 @@ def require_possible_targets(fn: Any, targets: Tensor) -> None:
 # sites out of sight -------------------------------------------------------------------
 
 
-def seen_through(model: Model) -> Callable[..., Any]:
+def seen_through(model: Model) -> Function:
     """Let a model that ``poutine.block`` wraps show the discrete sites that it asks to
     enumerate.
 

@@ -29,9 +29,10 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.nn import PyroModule
 from pyro.ops import gaussian, special, tensor_utils
+from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributions import Distribution
 from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,7 +41,9 @@ from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.arguments import (
     Args,
     Device,
+    Dtype,
     Entries,
+    Function,
     Keywords,
     Model,
     Values,
@@ -96,7 +99,7 @@ class Traced:
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
-    def run(self, given: Tensors, *, drawing: bool = False) -> poutine.Trace:
+    def run(self, given: Tensors, *, drawing: bool = False) -> Trace:
         """Trace the model conditioned on values of sites, with its discrete sites
         enumerated.
 
@@ -114,7 +117,7 @@ class Traced:
 
     def mapped(
         self,
-        function: Callable[..., Any],
+        function: Function,
         *batches: Tensors,
         randomness: str = "error",
     ) -> Any:
@@ -207,7 +210,7 @@ class Traced:
                         "for a sum of Bernoullis)"
                     )
 
-    def log_prob(self, trace: poutine.Trace) -> Tensor:
+    def log_prob(self, trace: Trace) -> Tensor:
         """Return the log-density of a :meth:`run`, with the discrete sites summed
         out.
         """
@@ -231,7 +234,7 @@ class TracedTarget(Traced):
         args: Args,
         kwargs: Entries,
         device: Device = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype = None,
     ):
         super().__init__(model, args, kwargs)
         self._prior = PriorMessenger(device, dtype)
@@ -363,7 +366,7 @@ class TracedTarget(Traced):
     def __repr__(self) -> str:
         return f"sites={list(self.sites)}"
 
-    def _prior_run(self) -> poutine.Trace:
+    def _prior_run(self) -> Trace:
         with LOCK, torch.no_grad():
             return poutine.trace(self._prior(self.model)).get_trace(
                 *self.args, **self.kwargs
@@ -372,7 +375,7 @@ class TracedTarget(Traced):
     def _probe(self, site: str, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return unconstrained values of a site, and their images in its support."""
         transform = transform_of(site, self.sites[site])
-        shape = torch.Size(transform.inverse_shape(like.shape))
+        shape = Size(transform.inverse_shape(like.shape))
         probe = (
             torch.linspace(-1.5, 1.5, shape.numel(), device="cpu")
             .reshape(shape)
@@ -380,7 +383,7 @@ class TracedTarget(Traced):
         )
         return probe, transform(probe)
 
-    def _require_same_layout(self, trace: poutine.Trace) -> None:
+    def _require_same_layout(self, trace: Trace) -> None:
         """Raise ``ValueError`` if a run has other sites, shapes or supports than the
         first.
         """
@@ -410,9 +413,7 @@ class TracedTarget(Traced):
                     "times the bound"
                 )
 
-    def _deterministic_sites(
-        self, trace: poutine.Trace, given: Weights
-    ) -> dict[str, torch.Size]:
+    def _deterministic_sites(self, trace: Trace, given: Weights) -> dict[str, Size]:
         """Return the shapes of the deterministic sites, without complex ones and, with
         a warning, without those that depend on discrete sites, which have no single
         value once these are summed out."""
@@ -455,7 +456,7 @@ class PriorMessenger(Messenger):
     improper prior, or no sampler) are uniform in (-2, 2) in unconstrained space, where
     chains start."""
 
-    def __init__(self, device: Device, dtype: torch.dtype | None):
+    def __init__(self, device: Device, dtype: Dtype):
         super().__init__()
         self.device = device
         self.dtype = dtype
@@ -468,7 +469,7 @@ class PriorMessenger(Messenger):
         if msg["value"] is None:
             transform = transform_of(msg["name"], msg["fn"])
             shape = transform.inverse_shape(
-                torch.Size(msg["fn"].batch_shape) + torch.Size(msg["fn"].event_shape)
+                Size(msg["fn"].batch_shape) + Size(msg["fn"].event_shape)
             )
             msg["value"] = transform(4 * torch.rand(shape, device="cpu") - 2)
         if isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
@@ -479,7 +480,7 @@ class PriorMessenger(Messenger):
 # sites and plates ---------------------------------------------------------------------
 
 
-def _sampled(trace: poutine.Trace) -> list[Any]:
+def _sampled(trace: Trace) -> list[Any]:
     return [
         s
         for s in trace.nodes.values()
@@ -487,12 +488,12 @@ def _sampled(trace: poutine.Trace) -> list[Any]:
     ]
 
 
-def latent_sites(trace: poutine.Trace) -> list[Any]:
+def latent_sites(trace: Trace) -> list[Any]:
     """Return the latent sites of a run, without the rows of subsampled plates."""
     return [site for site in _sampled(trace) if not site["is_observed"]]
 
 
-def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
+def _subsampled_plates(trace: Trace) -> dict[str, tuple[int, int]]:
     """Return the plates that draw their own subsample: name -> (full size, subsample
     size).
 
@@ -649,7 +650,7 @@ def placed(
     args: Args,
     kwargs: Entries,
     device: Device,
-    dtype: torch.dtype | None,
+    dtype: Dtype,
 ) -> Placed:
     """Move a model and the tensors in its arguments, at any depth, to a device, and
     those in floating point to a dtype; ``None`` keeps either.
@@ -676,7 +677,7 @@ def placed(
     return Placed(model, tree_map(place, args), tree_map(place, kwargs))
 
 
-def promoted(values: list[Tensor]) -> torch.dtype | None:
+def promoted(values: list[Tensor]) -> Dtype:
     """Return the promoted dtype of the floating-point tensors of a list; ``None`` if it
     has none.
     """
@@ -688,7 +689,7 @@ def promoted(values: list[Tensor]) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _stand_ins(dtype: torch.dtype | None = None) -> Iterator[None]:
+def _stand_ins(dtype: Dtype = None) -> Iterator[None]:
     """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap
     refuses.
     """

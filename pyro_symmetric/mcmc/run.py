@@ -21,12 +21,21 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from torch import Tensor
+from torch import Generator, Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Args, Device, Entries, Json, Keywords, Model
+from pyro_symmetric.arguments import (
+    Args,
+    Device,
+    Dtype,
+    Entries,
+    Function,
+    Json,
+    Keywords,
+    Model,
+)
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -105,7 +114,7 @@ DENSE = 200  # coordinates
     "arguments of the model go into args, or kwargs={...}",
 )
 def sample(
-    kernel_or_model: Kernel | Callable[..., Any],
+    kernel_or_model: Kernel | Function,
     *args: Any,
     kwargs: Keywords | None = None,
     num_samples: int = 1000,
@@ -119,7 +128,7 @@ def sample(
     resume: bool | Literal["auto"] = "auto",
     seed: int | None = None,
     device: Device = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     executor: Executor | None = None,
     chains_per_task: int | None = None,
     progress: bool = True,
@@ -255,7 +264,7 @@ class Settings:
     resume: bool | str = "auto"
     seed: int | None = None
     device: Device = None
-    dtype: torch.dtype | None = None
+    dtype: Dtype = None
     chosen: str = ""
     code_before: str | None = None
 
@@ -510,7 +519,7 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
     seed = drawn_seed() if settings.seed is None else settings.seed
     if settings.store is not None:
         recorder.fingerprint = identify(settings, density, seed)
-    generator = torch.Generator(density.device).manual_seed(seed)
+    generator = Generator(density.device).manual_seed(seed)
     z = starting_points(density, settings.num_chains, settings.initial, generator)
     lengths = settings.warmups(density)
     state = settings.kernel.init(density, z, lengths[-1], generator)
@@ -710,7 +719,7 @@ def starting_points(
     density: Density,
     num_chains: int,
     initial: Any = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> Tensor:
     """Find starting points ``(C, D)`` of finite energy and gradient.
 
@@ -726,7 +735,7 @@ def starting_points(
     :raises ValueError: if no such points are found.
     """
     if generator is None:
-        generator = torch.Generator(density.device).manual_seed(drawn_seed())
+        generator = Generator(density.device).manual_seed(drawn_seed())
     if initial is None:
         initial = "prior" if density.is_network else "uniform"
     if isinstance(initial, str):
@@ -763,7 +772,7 @@ def starting_points(
 
 
 def _draw_starts(
-    density: Density, count: int, initial: Any, generator: torch.Generator
+    density: Density, count: int, initial: Any, generator: Generator
 ) -> Tensor:
     """Draw points ``(C, D)``. Guides and functions use the global generators, whose
     states are restored afterwards.

@@ -29,13 +29,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from pyro_symmetric import arguments, plots
 from pyro_symmetric.arguments import (
     Args,
     Device,
     Entries,
+    Function,
     Json,
     Keywords,
     Model,
@@ -90,7 +91,7 @@ class Source(_Call):
 
 # What posteriors need from rooms on the floors above, which register it: "find" and
 # "read" symmetries, "align" draws, and whether chains "agree" modulo one.
-FROM_ABOVE = dict[str, Callable[..., Any]]()
+FROM_ABOVE = dict[str, Function]()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -287,7 +288,7 @@ class Posterior:
         return self.samples[site]
 
     @property
-    def site_shapes(self) -> dict[str, torch.Size]:
+    def site_shapes(self) -> dict[str, Size]:
         """Shape of every site, without chains and draws."""
         return map_values(lambda value: value.shape[2:], self.samples)
 
@@ -381,7 +382,7 @@ class Posterior:
         weights = arguments.weights(
             "the result of function", function(self._latent(), *args, **kwargs)
         )
-        batch = torch.Size([self.num_chains, self.num_samples])
+        batch = Size([self.num_chains, self.num_samples])
         if other := {
             site: tuple(value.shape)
             for site, value in weights.items()

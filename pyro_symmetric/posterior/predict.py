@@ -14,7 +14,7 @@ import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributions import Categorical
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from pyro_symmetric._process import LOCK, forked
 from pyro_symmetric.arguments import (
     Args,
     Device,
+    Dtype,
     Entries,
     Model,
     Values,
@@ -148,7 +149,7 @@ def predict(
             s: value[evenly_spaced(len(value), num_samples).to(value.device)]
             for s, value in draws.items()
         }
-        batch = torch.Size([num_samples])
+        batch = Size([num_samples])
 
     results = _in_chunks(predictor, draws, batch.numel(), average, progress)
     if not results or not tree_leaves(results[0]):
@@ -267,7 +268,7 @@ class NetworkPredictor:
             self.latents = [site for site in self.site_shapes if site not in tensors]
         like = first_value(parameters)
         self.device: torch.device | None = like.device
-        self.dtype: torch.dtype | None = like.dtype
+        self.dtype: Dtype = like.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
         widest = max(
             (value.shape[0] for value in parameters.values() if value.dim()), default=1

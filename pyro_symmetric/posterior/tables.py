@@ -19,7 +19,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Values, as_tensor, described
+from pyro_symmetric.arguments import Args, Names, Values, as_tensor, described
 from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
@@ -55,7 +55,7 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
-def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
+def site_row(site: str, statistics: ChainStatistics) -> Names:
     """Format the row of a site under :data:`HEAD`: worst and median R-hat and effective
     sample sizes.
     """
@@ -92,8 +92,8 @@ def to_arviz(
     dims: Mapping[str, list[str]] | None = None,
     coords: Values | None = None,
     *,
-    log_likelihood: bool | tuple[Any, ...] = False,
-    posterior_predictive: bool | tuple[Any, ...] = False,
+    log_likelihood: bool | Args = False,
+    posterior_predictive: bool | Args = False,
 ) -> xarray.DataTree:
     """Convert to an ArviZ ``DataTree``, for ``arviz_stats``: ``summary``, ``ess``,
     ``bfmi``, ``loo``, ``compare``.
@@ -193,9 +193,7 @@ def _array(value: Tensor) -> np.ndarray:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
-def _call(
-    posterior: Any, value: bool | tuple[Any, ...], name: str
-) -> tuple[Any, tuple[Any, ...], Values]:
+def _call(posterior: Any, value: bool | Args, name: str) -> tuple[Any, Args, Values]:
     """Return the model and its arguments, as the value of the argument ``name``
     specifies them.
     """
@@ -216,7 +214,7 @@ def _call(
 def _observed(
     posterior: Any,
     model: Any,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Values,
     sites: Tensors,
 ) -> ByName:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Json, Model, Names
@@ -69,7 +69,7 @@ class State:
     energy: Tensor
     gradient: Tensor
     tuning: Any
-    generator: torch.Generator
+    generator: Generator
     statistics: Tensors = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ class Kernel(metaclass=_KernelType):
 
     @abstractmethod
     def init(
-        self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
+        self, density: Density, z: Tensor, num_warmup: int, generator: Generator
     ) -> State:
         """Return the initial state of chains at positions ``z``, ``(C, D)``.
 
@@ -198,12 +198,12 @@ class Kernel(metaclass=_KernelType):
 # random numbers, never from global generators -----------------------------------------
 
 
-def normal(like: Tensor, generator: torch.Generator) -> Tensor:
+def normal(like: Tensor, generator: Generator) -> Tensor:
     """Draw standard normal numbers with the shape, dtype and device of ``like``."""
     return torch.empty_like(like).normal_(generator=generator)
 
 
-def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+def uniform(like: Tensor, generator: Generator) -> Tensor:
     """Draw uniform numbers in [0, 1) with the shape, dtype and device of ``like``."""
     return torch.empty_like(like).uniform_(generator=generator)
 
@@ -211,7 +211,7 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
 def mini_batches(
     row_counts: Mapping[str, tuple[int, int]],
     num_chains: int,
-    generator: torch.Generator,
+    generator: Generator,
 ) -> Weights | None:
     """Draw row indices for each chain, name -> LongTensor ``(C, B)``; return ``None``
     if all data are used.

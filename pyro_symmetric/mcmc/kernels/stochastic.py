@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Model
@@ -172,7 +172,7 @@ class SGLD(Kernel):
     # the contract ---------------------------------------------------------------------
 
     def init(
-        self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
+        self, density: Density, z: Tensor, num_warmup: int, generator: Generator
     ) -> State:
         energy, gradient = density.energy_and_gradient(
             z, mini_batches(density.row_counts, len(z), generator)
@@ -472,7 +472,7 @@ class CurvatureEstimate:
         return self.curvature.max()
 
     @classmethod
-    def start(cls, z: Tensor, generator: torch.Generator) -> CurvatureEstimate:
+    def start(cls, z: Tensor, generator: Generator) -> CurvatureEstimate:
         """Return an empty estimate with random directions, for chains ``(C, D)``."""
         direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
         return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
@@ -481,7 +481,7 @@ class CurvatureEstimate:
         self,
         density: Density,
         z: Tensor,
-        generator: torch.Generator,
+        generator: Generator,
         preconditioner: Tensor,
     ) -> CurvatureEstimate:
         """Measure at positions ``(C, D)``: one power iteration by a finite difference,
