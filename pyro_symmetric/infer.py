@@ -142,7 +142,8 @@ class MCMC:
 
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are passed to the model."""
-        self._args, self._kwargs = args, kwargs  # read by ArviZ
+        self._args = args  # read by ArviZ
+        self._kwargs = kwargs
         options = dict(self._options)
         if self.initial_params is not None or self.hook_fn is not None:
             transforms = _bijections(self.kernel.model, args, kwargs)

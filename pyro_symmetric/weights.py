@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -72,6 +72,11 @@ def select_rows(named: Mapping[Name, Any], rows: Any) -> dict[Name, Any]:
 def first_value(named: Mapping[Name, Before]) -> Before:
     """Return the value of the first name."""
     return next(iter(named.values()))
+
+
+def stacked(draws: Sequence[Tensors]) -> Weights:
+    """Stack draws of the same sites along a new first axis."""
+    return {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
 
 
 def pick(named: Mapping[Name, Before], names: Iterable[Name]) -> dict[Name, Before]:

@@ -83,7 +83,8 @@ class Compiled:
     name = "compiled"
 
     def __init__(self, eager: Eager, most_chains: int, z: Tensor):
-        self.eager, self.most_chains = eager, most_chains
+        self.eager = eager
+        self.most_chains = most_chains
         self._programs: dict[Args, Program] = {}
         self._lanes: ChainsLast | None = None
         self._has_lanes = (
@@ -115,7 +116,8 @@ class Compiled:
             try:
                 return self._run_last(function, structure, flat)
             except Unavailable:
-                self._has_lanes, self._lanes = False, None
+                self._has_lanes = False
+                self._lanes = None
         evaluate = self._evaluation(names)
         flat = [value.contiguous() for value in flat]  # so that strides don't matter
         return self._run(evaluate, function, names, structure, flat)

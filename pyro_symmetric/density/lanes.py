@@ -188,7 +188,8 @@ def _interpret(node: fx.Node, args: Args, kwargs: Entries, num_chains: int) -> A
         elif argument.name in kwargs or argument.has_default_value():
             arguments[argument.name] = kwargs.get(argument.name, argument.default_value)
     if op in WITH_AXES:
-        op, arguments["dim"] = WITH_AXES[op], None
+        op = WITH_AXES[op]
+        arguments["dim"] = None
     result = node.meta.get("val")
     by_default = _pointwise if torch.Tag.pointwise in op.tags else _mapped
     found = RULES.get(op, by_default)(Call(op, arguments, result, num_chains))
@@ -318,7 +319,8 @@ def _cumulative_sum(call: Call) -> Lanes:
 
 def _scattered(call: Call) -> Any:
     """Scatter, or select where each row gets one number, which vectorises."""
-    index, shape = call.arguments["index"], [*call.result.shape]
+    index = call.arguments["index"]
+    shape = [*call.result.shape]
     call = call.with_own_target()
     target = call.arguments["self"].values
     axis = call.arguments["dim"] % max(1, len(shape))
@@ -340,7 +342,8 @@ def _scattered(call: Call) -> Any:
 
 
 def _indexed(call: Call) -> Any:
-    values, indices = call.arguments["self"], call.arguments["indices"]
+    values = call.arguments["self"]
+    indices = call.arguments["indices"]
     if any(isinstance(index, Lanes) for index in indices):
         return _mapped(call)
     return Lanes(call.op(values.values, indices))

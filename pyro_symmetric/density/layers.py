@@ -446,22 +446,20 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
     :param index: rows of each chain's mini-batch ``(C, B)``; ``(0, 0)`` without.
     :param w: flat weights ``(C, W)``.
     """
-    batched, inputs, classes = (
-        len(index) > 0,
-        np.uint64(layers[0, 0]),
-        np.uint64(layers[-1, 1]),
-    )
+    batched = len(index) > 0
+    inputs = np.uint64(layers[0, 0])
+    classes = np.uint64(layers[-1, 1])
     units = np.uint64(layers[:, 1].sum())
     gathered = np.empty(data.shape[1] * T if batched else 0, w.dtype)
-    values, slopes, spare = (
-        np.empty(units * T, w.dtype),
-        np.empty(units * T, w.dtype),
-        np.empty(2 * T, w.dtype),
-    )
+    values = np.empty(units * T, w.dtype)
+    slopes = np.empty(units * T, w.dtype)
+    spare = np.empty(2 * T, w.dtype)
     ones = np.ones(T, w.dtype)
     outputs = values[(units - classes) * T :]
     for c in range(len(w)):
-        weights, own, total = w[c], gradient[c], 0.0
+        weights = w[c]
+        own = gradient[c]
+        total = 0.0
         own[:] = 0
         for start in range(0, count, T):
             rows = np.uint64(min(np.int64(T), count - start))
@@ -485,14 +483,17 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
 @njit(**OPTIONS)
 def _forward(layers, weights, tile, values, slopes):
     """Write the values of all units, and the slopes of their activations."""
-    h, unit = tile, np.uint64(0)
+    h = tile
+    unit = np.uint64(0)
     for k in range(len(layers)):
-        n, m = np.uint64(layers[k, 0]), np.uint64(layers[k, 1])
+        n = np.uint64(layers[k, 0])
+        m = np.uint64(layers[k, 1])
         out = values[unit * T : (unit + m) * T]
         _fill(weights, layers[k, 3], m, out)
         _multiply(weights[layers[k, 2] :], n, ONE, h, n, out, m)
         _activate(layers[k, 4], out, slopes[unit * T : (unit + m) * T])
-        h, unit = out, unit + m
+        h = out
+        unit = unit + m
 
 
 @njit(**OPTIONS)
@@ -501,7 +502,8 @@ def _backward(layers, weights, tile, values, slopes, unit, ones, gradient):
     which is overwritten.
     """
     for k in range(len(layers) - 1, -1, -1):
-        n, m = np.uint64(layers[k, 0]), np.uint64(layers[k, 1])
+        n = np.uint64(layers[k, 0])
+        m = np.uint64(layers[k, 1])
         unit -= m
         delta = values[unit * T : (unit + m) * T]
         if layers[k, 4]:
@@ -618,7 +620,9 @@ def _exp(x, like):
 def _activate(kind, h, slope):
     """Apply an activation to ``h`` in place, and write its slope."""
     t = h.dtype.type
-    one, gain, size = t(1), t(2 if kind == 2 else 1), np.uint64(len(h))
+    one = t(1)
+    gain = t(2 if kind == 2 else 1)
+    size = np.uint64(len(h))
     if kind == 1:
         for j in range(size):
             slope[j] = one if h[j] > t(0) else t(0)
@@ -654,8 +658,12 @@ def _squares(out, targets, rows):
 @njit(**OPTIONS)
 def _cross_entropy(out, classes, labels, rows, spare):
     """Return the cross-entropy, and overwrite the outputs by its gradient."""
-    top, mass, one, total = spare[:T], spare[T:], out.dtype.type(1), 0.0
-    top[:], mass[:] = out[:T], 0
+    top = spare[:T]
+    mass = spare[T:]
+    one = out.dtype.type(1)
+    total = 0.0
+    top[:] = out[:T]
+    mass[:] = 0
     for i in range(classes):
         for r in range(T):
             top[r] = max(top[r], out[i * T + r])

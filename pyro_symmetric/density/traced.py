@@ -74,6 +74,7 @@ from pyro_symmetric.weights import (
     first_value,
     map_values,
     select_rows,
+    stacked,
     transform_of,
 )
 
@@ -354,11 +355,11 @@ class TracedTarget(Traced):
     def prior_weights(self, num_chains: int) -> Weights:
         # Many distributions can't be sampled inside vmap. This loop takes milliseconds,
         # once a sampling run.
-        runs: list[Entries] = [self._prior_run().nodes for _ in range(num_chains)]
-        return {
-            site: torch.stack([nodes[site]["value"] for nodes in runs])
-            for site in self.sites
-        }
+        draws = []
+        for _ in range(num_chains):
+            nodes: Entries = self._prior_run().nodes
+            draws.append({site: nodes[site]["value"] for site in self.sites})
+        return stacked(draws)
 
     def __getstate__(self) -> Entries:
         return {**vars(self), "_programs": {}}

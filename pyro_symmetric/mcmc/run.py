@@ -78,6 +78,7 @@ from pyro_symmetric.weights import (
     drop_names,
     map_values,
     require_sites,
+    stacked,
     turns_back,
 )
 
@@ -274,11 +275,6 @@ class Settings:
             if name not in PLACEHOLDERS or value != PLACEHOLDERS[name]:
                 object.__setattr__(self, name, arguments.whole(name, value, minimum))
         arguments.one_of("resume", self.resume, ("auto", True, False))
-        if self.device is not None and torch.device(self.device).type == "mps":
-            raise ValueError(
-                f"device is {str(self.device)!r}, which has no float64 to adapt step "
-                "sizes in; use 'cpu'"
-            )
         if self.resume is True and self.store is None:
             raise ValueError(
                 "resume is True, but store is not given; pass the folder that the run "
@@ -292,29 +288,24 @@ class Settings:
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
 
-    def density(self, **changes: Any) -> Density:
-        """Build the density of the kernel's model; ``changes`` replace the settings'
-        ``chain_chunk`` or ``engine``.
-        """
-        # at least
+    def density(self) -> Density:
+        """Build the density of the kernel's model."""
+        automatic = isinstance(self.num_warmup, str)
         num_warmup = (
-            self.kernel.warmups[0]
-            if isinstance(self.num_warmup, str)
-            else self.num_warmup
-        )
-        options = {
-            name: getattr(self, name)
-            for name in ("device", "dtype", "chain_chunk", "engine")
-        }
+            self.kernel.warmups[0] if automatic else self.num_warmup
+        )  # at least
         return Density(
             self.kernel.model,
             self.args,
             self.kwargs,
+            device=self.device,
+            dtype=self.dtype,
+            chain_chunk=self.chain_chunk,
+            engine=self.engine,
             batch_size=self.kernel.batch_size,
             subsampled=self.kernel.subsampled,
             iterations=num_warmup + self.num_samples * self.thinning,
             num_steps=self.kernel.num_steps,
-            **{**options, **changes},
         )
 
 
@@ -463,11 +454,6 @@ def advance(
     iteration = run_state.iteration
     draws = run_state.draws
     state = kernel.step(density, run_state.state)
-    if state.z.shape != (settings.num_chains, density.dim):  # a user's kernel
-        raise ValueError(
-            f"{kernel!r} moved {settings.num_chains} chains of {density.dim} to z "
-            f"{tuple(state.z.shape)}"
-        )
     if iteration < run_state.num_warmup:
         if run_state.agreement is not None:
             run_state = end_if_settled(
@@ -560,10 +546,11 @@ def restore(
         seed = call["seed"] if settings.seed is None else settings.seed
         # An extended run might choose another engine or chunk, which would round
         # differently.
-        density = settings.density(
+        density = replace(
+            settings,
             chain_chunk=settings.chain_chunk or call["chain_chunk"],
             engine=engine if settings.engine == "auto" else settings.engine,
-        )
+        ).density()
         recorder.fingerprint = identify(settings, density, seed)
         same_rounding = require_same(settings, last.fingerprint, recorder.fingerprint)
         fields, stored_energies = unpack(last.state, settings.kernel)
@@ -681,11 +668,7 @@ def resolve(initial: Any, num_chains: int, args: Args, kwargs: Keywords) -> Any:
 
         def draw(count: int) -> Weights:
             with torch.no_grad():
-                draws = [initial(*args, **kwargs) for _ in range(count)]
-            return {
-                site: torch.stack([weights[site] for weights in draws])
-                for site in draws[0]
-            }
+                return stacked([initial(*args, **kwargs) for _ in range(count)])
 
         return draw
     if isinstance(initial, str | Mapping | None) or callable(initial):
@@ -712,7 +695,7 @@ def placed_by(
         with InitMessenger(ContinuousStart(strategy)):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         starts.append({site["name"]: site["value"] for site in latent_sites(trace)})
-    return {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
+    return stacked(starts)
 
 
 def starting_points(

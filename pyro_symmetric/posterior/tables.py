@@ -134,10 +134,8 @@ def to_arviz(
             posterior, posterior_predictive, "posterior_predictive"
         )
         if isinstance(model, BayesianModel):
-            args, kwargs = (
-                args[:1],
-                {name: value for name, value in kwargs.items() if name != "y"},
-            )
+            args = args[:1]
+            kwargs = {name: value for name, value in kwargs.items() if name != "y"}
         draws = predict(posterior, model, *args, kind="samples", **kwargs)
         predicted["posterior_predictive"] = (
             draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
@@ -218,10 +216,8 @@ def _observed(
     kwargs: Values,
     sites: Tensors,
 ) -> ByName:
-    dtype, device = (
-        promoted(list(posterior.samples.values())),
-        posterior.source and posterior.source.device,
-    )
+    dtype = promoted(list(posterior.samples.values()))
+    device = posterior.source and posterior.source.device
     model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
     # the trace draws latent sites, which aren't read
     with (

@@ -55,7 +55,6 @@ LARGEST_CHANGE = 1.0  # of the log step size in one iteration
 FOLLOWING = 4
 BLIND_STEPS = 16  # of a trajectory while the mass matrix is unknown
 MAX_TRIES = 60  # doublings or halvings of a first step size
-MAX_DENSE = 10_000  # coordinates of a dense mass matrix, limited by memory
 DRAWS_PER_COORDINATE = 2  # from which on correlations are estimated
 PRIOR_DRAWS, PRIOR_VARIANCE = 5.0, 1e-3  # shrinkage of variances, as in Stan
 LIMIT = R_HAT[1]
@@ -150,11 +149,6 @@ class TunedKernel(Kernel):
     def init(
         self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
     ) -> State:
-        if self.full_mass and z.shape[-1] > MAX_DENSE:
-            raise ValueError(
-                f"full_mass is True, but the model has {z.shape[-1]} coordinates; a "
-                "matrix of that size fills the memory. Use full_mass=False"
-            )
         energy, gradient = evaluated_once(density, z)
         step = torch.full_like(
             energy, 0.1 if self.step_size is None else self.step_size

@@ -174,17 +174,13 @@ class _Forest:
     """Trajectories of all chains, which double in batches of the unfinished ones."""
 
     def __init__(self, density: Density, state: State, max_tree_depth: int):
-        self.density, self.mass, self.generator = (
-            density,
-            state.tuning.mass,
-            state.generator,
-        )
+        self.density = density
+        self.mass = state.tuning.mass
+        self.generator = state.generator
         start = resample_momenta(state, self.mass)
         self.start_energy = energy = start.total_energy(self.mass)
-        chain, zero = (
-            torch.arange(len(energy), device=energy.device),
-            torch.zeros_like(energy),
-        )
+        chain = torch.arange(len(energy), device=energy.device)
+        zero = torch.zeros_like(energy)
         no_steps = torch.zeros_like(chain)
         cost = _Cost(no_steps, zero, no_steps > 0)
         step = state.tuning.step_size[:, None]
@@ -200,7 +196,8 @@ class _Forest:
             cost,
             no_steps,
         )
-        self.growing, self.finished = no_steps == 0, list[_Tree]()
+        self.growing = no_steps == 0
+        self.finished = list[_Tree]()
         self.fixed_batch = compiles(density)
         self.fused = self.fixed_batch and state.z.numel() <= FUSED_NUMBERS
         self.levels = torch.arange(
@@ -221,7 +218,8 @@ class _Forest:
             )
             spans[:, 1 + depth] = stacked
         for leaf in range(2**depth):
-            level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
+            level = (~leaf & leaf + 1).bit_length() - 1
+            is_last = leaf + 1 == 2**depth
             inputs = branch, self.tree.start_energy, self._uniform()
             if self.fused:
                 number = self.levels[level : level + 1]
@@ -235,17 +233,13 @@ class _Forest:
                 )
             # A check waits for the device. A branch can turn only at every other leaf.
             if leaf % 2 == 1 or depth == 0:
-                self.tree, self.growing = (
-                    self.tree._replace(cost=branch.cost),
-                    branch.step[:, 0] != 0,
-                )
+                self.tree = self.tree._replace(cost=branch.cost)
+                self.growing = branch.step[:, 0] != 0
                 any_growing, (branch, spans, turns) = self._retire(branch, spans, turns)
                 if not any_growing:
                     return False
-        self.tree, self.growing = (
-            _join(self.tree, branch, self._uniform()),
-            self.growing & ~turns,
-        )
+        self.tree = _join(self.tree, branch, self._uniform())
+        self.growing = self.growing & ~turns
         return self._retire()[0]
 
     def all_trees(self) -> _Tree:
@@ -266,7 +260,8 @@ class _Forest:
         """Drop finished chains from the batch and from ``others``; return whether any
         is unfinished, and the others.
         """
-        left, total = int(self.growing.sum()), len(self.growing)
+        left = int(self.growing.sum())
+        total = len(self.growing)
         if left in (0, total) or self.fixed_batch:
             return left > 0, others
         stay, done = (
@@ -286,15 +281,11 @@ def _start_branch(
     tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass
 ) -> tuple[_Branch, _Span]:
     """Return an empty branch, and the tree as the neighbouring subtree."""
-    rows, step = (
-        forward[:, None],
-        tree.step * (growing * torch.where(forward, 1, -1))[:, None],
-    )
+    rows = forward[:, None]
+    step = tree.step * (growing * torch.where(forward, 1, -1))[:, None]
     end = choose(forward, tree.right, tree.left)
-    first, last = (
-        torch.where(rows, tree.left.momentum, tree.right.momentum),
-        end.momentum,
-    )
+    first = torch.where(rows, tree.left.momentum, tree.right.momentum)
+    last = end.momentum
     span = _Span(
         mass.velocity(first),
         torch.zeros_like(first),
@@ -314,10 +305,8 @@ def _add_leaf(
     mass: Mass,
 ) -> _Branch:
     """Extend a branch by one leapfrog step."""
-    growing, end = (
-        branch.step[:, 0] != 0,
-        leapfrog(evaluate, branch.end, branch.step, mass),
-    )
+    growing = branch.step[:, 0] != 0
+    end = leapfrog(evaluate, branch.end, branch.step, mass)
     error = energy_error(end.total_energy(mass), start_energy)
     diverging = growing & (error > MAX_ENERGY_ERROR)
     steps, acceptance, diverged = branch.cost
@@ -371,23 +360,17 @@ def _pair_turns(half: _Span, other: _Span, leaf: _Span) -> Tensor:
     total = leaf.after_first - half.before_first
     if other is leaf:
         return _is_turning(half.first, leaf.last, total)
-    first, last = (
-        torch.stack([half.first, half.first, half.last]),
-        torch.stack([leaf.last, other.first, leaf.last]),
-    )
-    left, right = (
-        other.after_first - half.before_first,
-        leaf.after_first - half.before_last,
-    )
+    first = torch.stack([half.first, half.first, half.last])
+    last = torch.stack([leaf.last, other.first, leaf.last])
+    left = other.after_first - half.before_first
+    right = leaf.after_first - half.before_last
     return _is_turning(first, last, torch.stack([total, left, right])).any(0)
 
 
 def _leaf_span(branch: _Branch, mass: Mass) -> _Span:
     """Return the last state of a branch as a subtree."""
-    velocity, before = (
-        mass.velocity(branch.end.momentum),
-        branch.momenta - branch.end.momentum,
-    )
+    velocity = mass.velocity(branch.end.momentum)
+    before = branch.momenta - branch.end.momentum
     return _Span(velocity, before, branch.momenta, velocity, before)
 
 
@@ -411,11 +394,9 @@ def _add_fused(
     """
     branch = _add_leaf(evaluate, branch, start_energy, chance, mass)
     leaf = _leaf_span(branch, mass)
-    single, velocity, total = (
-        torch.stack(leaf, 1),
-        leaf.last[:, None],
-        leaf.after_first[:, None],
-    )
+    single = torch.stack(leaf, 1)
+    velocity = leaf.last[:, None]
+    total = leaf.after_first[:, None]
     # of the level below
     begin = torch.where(
         level == 0, single[:, :3], spans.index_select(1, level)[:, 0, :3]
@@ -425,10 +406,8 @@ def _add_fused(
     first, start, _, last, before_last = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
-    left, right = (
-        torch.where(lowest, total, spans[:, :-1, 2]) - start,
-        total - before_last,
-    )
+    left = torch.where(lowest, total, spans[:, :-1, 2]) - start
+    right = total - before_last
     turning = _is_turning(first, velocity, total - start)
     turning = (
         turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
@@ -448,7 +427,8 @@ def _is_turning(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
 
 def _join(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
     """Join the tree and its complete branch, unless the branch has stopped."""
-    forward, complete = branch.step[:, 0] > 0, branch.step[:, 0] != 0
+    forward = branch.step[:, 0] > 0
+    complete = branch.step[:, 0] != 0
     take = complete & (chance.log() < branch.log_weight - tree.log_weight)
     return tree._replace(
         # never the end of a diverged branch
