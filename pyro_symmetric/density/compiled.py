@@ -159,14 +159,10 @@ class Compiled:
                 results = [value.clone() for value in results]
             result = unflatten(program.results, iter(results))
         if cached is None:
-            found: list[tuple[tuple[Tensor, ...], Evaluation]] = [
-                ((point.z,), (point.energy, point.gradient))
-                for point in _points(result)
-            ]
             if function is _evaluate:
-                found = [(tuple(flat), result)]
-            for arguments, evaluation in found:
-                self._require_same(evaluation, names, *arguments)
+                self._require_same(result, names, *flat)
+            for point in _points(result):
+                self._require_same((point.energy, point.gradient), names, point.z)
             self._programs[key] = program
         return result
 

@@ -131,47 +131,34 @@ class Enumeration(EnumMessenger):
             if symbol := site["infer"].get("_enumerate_symbol"):
                 indices[symbol] = pack(index, site["infer"]["_dim_to_symbol"])
         log_probs = {}
-        for name, site in nodes.items():
-            if site["type"] != "sample" or site_is_subsample(site):
-                continue
+        for site in sampled(trace):
             factor = self._factor(site)
             for symbol in [dim for dim in factor._pyro_dims if dim in indices]:
                 factor = gather(factor, indices[symbol], symbol)
-            log_probs[name] = factor.sum()
+            log_probs[site["name"]] = factor.sum()
         return Assignment(draws, log_probs)
 
     def _contract(self, trace: Trace) -> _Contraction:
         """Sum over the discrete sites."""
-        others, factors, scale = self._factors(trace)
-        elimination = _Elimination(list(trace.symbol_to_dim))
-        if not factors:
-            return _Contraction(others, 0.0, 1.0, elimination)
-        enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
-        log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
-        return _Contraction(others, log_sum, scale, elimination)
-
-    def _factors(self, trace: Trace) -> _Factors:
-        """Return the log-densities of all sites."""
         trace.symbolize_dims()
-        nodes = dict(trace.nodes)
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         others = torch.zeros((), device="cpu")
-        factors = OrderedDict[Any, list[Any]]()
+        factors = OrderedDict[Any, list[Any]]()  # by their plates
         scales = []
-        for site in nodes.values():
-            if site["type"] != "sample" or site_is_subsample(site):
-                continue
+        for site in sampled(trace):
             factor = self._factor(site)
             if enumerated.isdisjoint(factor._pyro_dims):
                 others = others + (masked_log_prob(site) * site["scale"]).sum()
-            else:
-                plates = frozenset(
-                    trace.plate_to_symbol[name] for name in _plates(site)
-                )
-                factors.setdefault(plates, []).append(factor)
-                scales.append(site["scale"])
-        scale = _get_common_scale(scales) if scales else 1.0
-        return _Factors(others, factors, scale)
+                continue
+            plates = frozenset(trace.plate_to_symbol[name] for name in _plates(site))
+            factors.setdefault(plates, []).append(factor)
+            scales.append(site["scale"])
+        elimination = _Elimination(list(trace.symbol_to_dim))
+        if not factors:
+            return _Contraction(others, 0.0, 1.0, elimination)
+        scale = _get_common_scale(scales)
+        log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
+        return _Contraction(others, log_sum, scale, elimination)
 
     def _factor(self, site: Any) -> Any:
         """Return a site's unscaled log-density, packed by its plates and the discrete
@@ -185,16 +172,6 @@ class Enumeration(EnumMessenger):
         return pack(log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols)
 
 
-class _Factors(NamedTuple):
-    """The log-density of the sites that depend on no discrete site, the packed
-    log-densities of the others by their plates, and the scale of these.
-    """
-
-    others: Tensor
-    by_plates: OrderedDict[Any, Any]
-    scale: Any
-
-
 class _Contraction(NamedTuple):
     """The log-density of the sites that depend on no discrete site, the log of the sum
     over the discrete sites of the others, its scale, and the elimination.
@@ -204,6 +181,15 @@ class _Contraction(NamedTuple):
     log_sum: Any
     scale: Any
     elimination: _Elimination
+
+
+def sampled(trace: Trace) -> list[Any]:
+    """Return the sample sites of a run, without the rows of subsampled plates."""
+    return [
+        site
+        for site in trace.nodes.values()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    ]
 
 
 def _plates(site: Any) -> set[str]:

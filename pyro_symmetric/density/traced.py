@@ -57,6 +57,7 @@ from pyro_symmetric.density.enumeration import (
     Enumeration,
     LimitedTables,
     masked_log_prob,
+    sampled,
 )
 from pyro_symmetric.density.site_checks import (
     check_observed,
@@ -159,7 +160,7 @@ class Traced:
             differs from that of the model itself.
         """
         with _stand_ins(promoted(list(given.values()))):
-            sites = _sampled(self.run(given))
+            sites = sampled(self.run(given))
             self.enumeration = Enumeration(
                 sites, [site for site in sites if is_enumerated(site)]
             )
@@ -481,17 +482,9 @@ class PriorMessenger(Messenger):
 # sites and plates ---------------------------------------------------------------------
 
 
-def _sampled(trace: Trace) -> list[Any]:
-    return [
-        s
-        for s in trace.nodes.values()
-        if s["type"] == "sample" and not site_is_subsample(s)
-    ]
-
-
 def latent_sites(trace: Trace) -> list[Any]:
     """Return the latent sites of a run, without the rows of subsampled plates."""
-    return [site for site in _sampled(trace) if not site["is_observed"]]
+    return [site for site in sampled(trace) if not site["is_observed"]]
 
 
 def _subsampled_plates(trace: Trace) -> dict[str, tuple[int, int]]:
