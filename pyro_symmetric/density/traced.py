@@ -419,29 +419,22 @@ class TracedTarget(Traced):
         """Return the shapes of the deterministic sites, without complex ones and, with
         a warning, without those that depend on discrete sites, which have no single
         value once these are summed out."""
-        values: Entries = {
-            name: site["value"]
-            for name, site in trace.nodes.items()
-            if is_deterministic(site)
-        }
         shapes = {
             name: value.shape
-            for name, value in values.items()
+            for name, value in deterministic_values(trace).items()
             if not value.is_complex()
         }
         if self.enumeration is None or not shapes:
             return shapes
-        runs: list[Any] = [
-            self.run(given, drawing=True).nodes for _ in range(DISCRETE_DRAWS)
+        runs = [self.run(given, drawing=True) for _ in range(DISCRETE_DRAWS)]
+        drawn = list(map(deterministic_values, runs))
+        enumerated = deterministic_values(self.run(given))
+        unclear = [
+            name
+            for name in shapes
+            if not all(_is_close(enumerated[name], values[name]) for values in drawn)
         ]
-        enumerated: Any = self.run(given).nodes
-        same = {
-            site: all(
-                _is_close(enumerated[site]["value"], run[site]["value"]) for run in runs
-            )
-            for site in shapes
-        }
-        if unclear := [name for name in shapes if not same[name]]:
+        if unclear:
             warnings.warn(
                 f"the deterministic sites {unclear} depend on discrete sites, which "
                 "are summed out, so the posterior "
@@ -480,6 +473,12 @@ class PriorMessenger(Messenger):
 
 
 # sites and plates ---------------------------------------------------------------------
+
+
+def deterministic_values(trace: Trace) -> Weights:
+    """Return the values of the deterministic sites of a run."""
+    sites: Any = filter(is_deterministic, trace.nodes.values())
+    return {site["name"]: site["value"] for site in sites}
 
 
 def latent_sites(trace: Trace) -> list[Any]:

@@ -290,10 +290,9 @@ class Settings:
 
     def density(self) -> Density:
         """Build the density of the kernel's model."""
-        automatic = isinstance(self.num_warmup, str)
-        num_warmup = (
-            self.kernel.warmups[0] if automatic else self.num_warmup
-        )  # at least
+        num_warmup = self.num_warmup
+        if isinstance(num_warmup, str):
+            num_warmup = self.kernel.warmups[0]  # at least
         return Density(
             self.kernel.model,
             self.args,

@@ -8,10 +8,12 @@ draws whose activations fit into memory, and keeps only the requested values.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
 from pyro import poutine
+from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Size, Tensor, nn
@@ -30,11 +32,12 @@ from pyro_symmetric.arguments import (
     Values,
     described_call,
 )
-from pyro_symmetric.density.enumeration import masked_log_prob
+from pyro_symmetric.density.enumeration import masked_log_prob, sampled
 from pyro_symmetric.density.site_checks import check_observed, is_deterministic
 from pyro_symmetric.density.traced import (
     PriorMessenger,
     Traced,
+    deterministic_values,
     explaining,
     is_enumerated,
     placed,
@@ -48,6 +51,7 @@ from pyro_symmetric.weights import (
     Weights,
     base_of,
     batch_shape,
+    drop_names,
     first_value,
     pick,
     require_sites,
@@ -319,19 +323,15 @@ class TracedPredictor(Traced):
         self.dtype = promoted(list(given.values()))
         self.kind = kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
-        tensors = [
+        inputs = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
         ]
-        self.entries = max([1, *(leaf.numel() for leaf in tensors)])
-        parameters = (
-            list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
-        )
-        devices = (
-            [device]
-            if device is not None
-            else [leaf.device for leaf in (*tensors, *parameters)]
-        )
-        self.device: torch.device | None = torch.device(devices[0]) if devices else None
+        self.entries = max([1, *(leaf.numel() for leaf in inputs)])
+        if isinstance(self.model, nn.Module):
+            inputs += self.model.parameters()
+        known = [torch.device(device)] if device is not None else []
+        known += [leaf.device for leaf in inputs]
+        self.device = next(iter(known), None)
         # The trace draws sites for their shapes only: what isn't random takes nothing
         # from the caller's generator.
         draws_are_kept = kind in ("samples", "discrete")
@@ -342,47 +342,22 @@ class TracedPredictor(Traced):
             PriorMessenger(self.device, self.dtype),
         ):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        sites: Entries = {
-            name: site for name, site in trace.nodes.items() if site["type"] == "sample"
+        random = {
+            site["name"]: site for site in sampled(trace) if not is_deterministic(site)
         }
         self.site_shapes = {
-            s: v["value"].shape
-            for s, v in sites.items()
-            if s in given and not is_deterministic(v)
+            name: site["value"].shape for name, site in random.items() if name in given
         }
-        drawn = {
-            s: site
-            for s, site in sites.items()
-            if s not in self.site_shapes and _is_random(site)
-        }
-        check_observed(site for site in drawn.values() if site["is_observed"])
-        self._last = next(reversed(drawn), None)
         if not self.site_shapes:
-            latent = sorted(
-                name
-                for name, site in sites.items()
-                if not site["is_observed"] and _is_random(site)
-            )
+            latent = sorted(n for n, site in random.items() if not site["is_observed"])
             raise ValueError(
                 f"the model has none of the sites {sorted(given)}; its latent sites "
                 f"are {latent}"
             )
-        frames = {
-            frame.name for site in drawn.values() for frame in site["cond_indep_stack"]
-        }
-        plates: Entries = {
-            name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()
-        }
-        if partial := [
-            n
-            for n, fn in plates.items()
-            if fn.subsample_size is not None and fn.subsample_size < fn.size
-        ]:
-            raise ValueError(
-                f"the plates {partial} draw other rows for each draw, whose order and "
-                "average would mean nothing; pass "
-                "the model without subsample_size, whose sites are the same"
-            )
+        drawn = drop_names(random, self.site_shapes)
+        check_observed(site for site in drawn.values() if site["is_observed"])
+        self._last = next(reversed(drawn), None)
+        _require_whole_plates(trace, drawn.values())
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, given)
 
@@ -435,41 +410,47 @@ class TracedPredictor(Traced):
     def _one(self, weights: Weights) -> Any:
         """Predict with one draw."""
         if self.kind == "log_likelihood":
-            nodes: Values = self.run(weights).nodes
-            observed = [
-                n
-                for n, s in nodes.items()
-                if s["type"] == "sample" and s["is_observed"] and n not in weights
-            ]
             return {
-                name: masked_log_prob(nodes[name])
-                for name in observed
-                if _is_random(nodes[name])
+                site["name"]: masked_log_prob(site)
+                for site in sampled(self.run(weights))
+                if site["is_observed"]
+                and site["name"] not in weights
+                and not is_deterministic(site)
             }
         if self.enumeration is not None:  # kind is "discrete"
             drawn, log_prob = self.enumeration.draw(self.run(weights))
             trace = self.run({**weights, **drawn}, drawing=True)
-            computed = {
-                name: site["value"]
-                for name, site in trace.nodes.items()
-                if is_deterministic(site)
-            }
-            return {**drawn, **computed}, log_prob.isfinite()
+            return {**drawn, **deterministic_values(trace)}, log_prob.isfinite()
         with _Targets(weights, self.kind, self._last) as targets:
             returned = poutine.condition(self.model, data=weights)(
                 *self.args, **self.kwargs
             )
         if self.kind != "outputs":
             return targets.values
-        if not tree_leaves(returned) or not all(
-            isinstance(leaf, Tensor) for leaf in tree_leaves(returned)
-        ):
+        leaves = tree_leaves(returned)
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             kind = type(returned).__name__
             raise ValueError(
                 f"the model returns {kind}, no tensors; return its outputs, or use "
                 "another kind"
             )
         return returned
+
+
+def _require_whole_plates(trace: Trace, sites: Iterable[Any]) -> None:
+    """Raise ``ValueError`` that names plates of sites which draw their own rows."""
+    names = {frame.name for site in sites for frame in site["cond_indep_stack"]}
+    partial = []
+    for name in names & trace.nodes.keys():
+        fn: Any = trace.nodes[name]["fn"]
+        if fn.subsample_size is not None and fn.subsample_size < fn.size:
+            partial.append(name)
+    if partial:
+        raise ValueError(
+            f"the plates {partial} draw other rows for each draw, whose order and "
+            "average would mean nothing; pass the model without subsample_size, whose "
+            "sites are the same"
+        )
 
 
 class _Targets(Messenger):
