@@ -276,10 +276,9 @@ class Layout:
         :raises ValueError: naming a site whose support has no bijection from
             unconstrained values.
         """
-        shapes = {
-            site: Size(fn.batch_shape) + Size(fn.event_shape)
-            for site, fn in sites.items()
-        }
+        shapes = map_values(
+            lambda fn: Size(fn.batch_shape) + Size(fn.event_shape), sites
+        )
         layout = cls(
             shapes, {site: transform_of(site, fn) for site, fn in sites.items()}
         )

@@ -36,7 +36,14 @@ from pyro_symmetric.density.eager import (
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Layout, Tensors, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import (
+    Layout,
+    Tensors,
+    Weights,
+    batch_shape,
+    map_values,
+    require_sites,
+)
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "eager", "layers", "compiled")
@@ -399,10 +406,7 @@ class Density:
         ``batch_shape + (D,)``.
         """
         return self.layout.unconstrain(
-            {
-                site: v.detach().to(self.device, self.dtype)
-                for site, v in weights.items()
-            }
+            map_values(lambda v: v.detach().to(self.device, self.dtype), weights)
         )
 
     def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:

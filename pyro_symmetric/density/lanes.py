@@ -29,6 +29,7 @@ from pyro_symmetric.density.eager import (
     Unavailable,
     despite_singular,
 )
+from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -96,9 +97,9 @@ class ChainsLast:
 
     def __call__(self, z: Tensor) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
-        results: dict[Any, Any] = {
-            node: constant() for node, constant in self.constants.items()
-        }
+        results: dict[Any, Any] = map_values(
+            lambda constant: constant(), self.constants
+        )
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
                 results[node] = Lanes(z.t())
@@ -156,7 +157,7 @@ def _constants(graph: fx.GraphModule) -> dict[fx.Node, Callable[[], Any]]:
                 (node.args, node.kwargs), results.__getitem__
             )
             results[node] = node.target(*args, **kwargs)
-    return {node: _source(value) for node, value in results.items()}
+    return map_values(_source, results)
 
 
 def _source(value: Any) -> Callable[[], Any]:

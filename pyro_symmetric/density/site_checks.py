@@ -32,7 +32,7 @@ from torch.distributions import Independent, Multinomial, biject_to, constraints
 
 from pyro_symmetric._process import replaced
 from pyro_symmetric.arguments import Function, Model, as_tensor, described
-from pyro_symmetric.weights import base_of, is_angle
+from pyro_symmetric.weights import base_of, is_angle, map_values
 
 ROUNDING = 1e-4  # relative to 1 and a value's size: sums of simplices in float32
 # Their log-densities take the number of trials from the value, as documented.
@@ -183,10 +183,9 @@ def check_observed(observed: Iterable[Any]) -> None:
         for name, site in sites.items()
         if isinstance(site["value"], Tensor | Number)
     }
-    packages = {
-        name: type(site["fn"]).__module__.partition(".")[0]
-        for name, site in sites.items()
-    }
+    packages = map_values(
+        lambda site: type(site["fn"]).__module__.partition(".")[0], sites
+    )
     if others := [
         name
         for name in sites

@@ -656,10 +656,9 @@ def resolve(initial: Any, num_chains: int, args: Args, kwargs: Keywords) -> Any:
                 f"initial is a posterior of {size}, too few to start {num_chains} "
                 "chains from"
             )
-        last = {
-            site: value[:, -rounds:].flip(1).transpose(0, 1)
-            for site, value in initial.samples.items()
-        }
+        last = map_values(
+            lambda value: value[:, -rounds:].flip(1).transpose(0, 1), initial.samples
+        )
         return map_values(lambda value: value.flatten(0, 1)[:num_chains], last)
     if hasattr(initial, "sample_posterior"):
         return lambda count: initial.sample_posterior((count,))

@@ -77,10 +77,12 @@ def read_checkpoints(
     ):
         sites = _sites(_state(file, key), rename, file)
         if i == 0:
-            samples = {
-                s: torch.empty(len(files), *v.shape, dtype=v.dtype, device="cpu")
-                for s, v in sites.items()
-            }
+            samples = map_values(
+                lambda v: torch.empty(
+                    len(files), *v.shape, dtype=v.dtype, device="cpu"
+                ),
+                sites,
+            )
         if map_values(lambda v: v.shape, sites) != map_values(
             lambda v: v.shape[1:], samples
         ):

@@ -318,10 +318,9 @@ class Posterior:
             self.num_samples if group_by_chain else self.num_chains * self.num_samples
         )
         index = torch.randint(count, (num_samples,), device="cpu")
-        return {
-            site: value.index_select(axis, index.to(value.device))
-            for site, value in weights.items()
-        }
+        return map_values(
+            lambda value: value.index_select(axis, index.to(value.device)), weights
+        )
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Select chains and draws; return them as a posterior.

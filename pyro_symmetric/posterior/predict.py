@@ -53,8 +53,10 @@ from pyro_symmetric.weights import (
     batch_shape,
     drop_names,
     first_value,
+    map_values,
     pick,
     require_sites,
+    select_rows,
 )
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
@@ -149,10 +151,7 @@ def predict(
                 f"num_samples is {num_samples}, but the batch shape is {tuple(batch)}; "
                 "it takes one axis"
             )
-        draws = {
-            s: value[evenly_spaced(len(value), num_samples).to(value.device)]
-            for s, value in draws.items()
-        }
+        draws = select_rows(draws, evenly_spaced(batch[0], num_samples))
         batch = Size([num_samples])
 
     results = _in_chunks(predictor, draws, batch.numel(), average, progress)
@@ -186,10 +185,10 @@ def _in_chunks(
     )
     with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
         for chunk in slices(count, chunk_size):
-            part = {
-                site: value[chunk].to(predictor.device, predictor.dtype)
-                for site, value in draws.items()
-            }
+            part = map_values(
+                lambda value: value.to(predictor.device, predictor.dtype),
+                select_rows(draws, chunk),
+            )
             predictions = predictor(part)
             if add_up:
                 predictions = tree_map(

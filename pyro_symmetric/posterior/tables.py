@@ -24,7 +24,7 @@ from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics
-from pyro_symmetric.weights import ByName, Tensors
+from pyro_symmetric.weights import ByName, Tensors, drop_names, map_values
 
 if TYPE_CHECKING:
     import xarray
@@ -135,7 +135,7 @@ def to_arviz(
         )
         if isinstance(model, BayesianModel):
             args = args[:1]
-            kwargs = {name: value for name, value in kwargs.items() if name != "y"}
+            kwargs = drop_names(kwargs, {"y"})
         draws = predict(posterior, model, *args, kind="samples", **kwargs)
         predicted["posterior_predictive"] = (
             draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
@@ -150,13 +150,9 @@ def to_arviz(
         for site, value in values.items():
             axes = [f"{site}_dim_{k}" for k in range(value.dim() - 1)]
             names.setdefault(site, [*row, *axes[len(row) :]] if axes else [])
-        groups[group] = {
-            site: value.unflatten(0, chains) for site, value in values.items()
-        }
+        groups[group] = map_values(lambda value: value.unflatten(0, chains), values)
     arrays = {
-        group: {s: _array(v) for s, v in values.items()}
-        for group, values in groups.items()
-        if values
+        group: map_values(_array, values) for group, values in groups.items() if values
     }
     attributes = {
         "/": {

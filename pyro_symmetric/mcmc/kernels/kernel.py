@@ -24,7 +24,7 @@ from pyro_symmetric.arguments import Json, Model, Names
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
-from pyro_symmetric.weights import Tensors, Weights
+from pyro_symmetric.weights import Tensors, Weights, map_values
 
 ROUNDING = 4.0  # approximate rounding error of an energy, in units of the last place
 MAX_ENERGY_ERROR = 1000.0  # of a trajectory that isn't divergent, as in Stan and Pyro
@@ -178,10 +178,9 @@ class Kernel(metaclass=_KernelType):
         """Return the settings, for the metadata of a posterior."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         values = {name: getattr(self, name) for name in names if name != "model"}
-        return {
-            name: value.tolist() if hasattr(value, "tolist") else value
-            for name, value in values.items()
-        }
+        return map_values(
+            lambda value: value.tolist() if hasattr(value, "tolist") else value, values
+        )
 
     def __repr__(self) -> str:
         """Show the name of the model and the settings that differ from the defaults."""
