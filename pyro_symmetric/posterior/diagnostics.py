@@ -80,13 +80,9 @@ def graded(value: float, limits: tuple[float, float]) -> Status:
         return "unknown"
     warn, fail = limits
     sign = 1 if fail > warn else -1
-    return (
-        "fail"
-        if sign * value > sign * fail
-        else "warn"
-        if sign * value > sign * warn
-        else "pass"
-    )
+    if sign * value > sign * fail:
+        return "fail"
+    return "warn" if sign * value > sign * warn else "pass"
 
 
 def short(check: Check) -> Check:
@@ -170,12 +166,12 @@ def moving(samples: Tensors) -> Check:
 
 def disagreement(samples: Tensors, subsampled: bool) -> Check:
     """Check R-hat of the first few entries of each site."""
-    heads = {site: watched(value) for site, value in samples.items() if value.numel()}
-    worst = {
-        site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max())
-        for site, v in heads.items()
-        if v.numel()
-    }
+    worst = {}
+    for site, value in samples.items():
+        heads = watched(value)
+        if heads.numel():
+            r_hat = chain_statistics(heads).r_hat
+            worst[site] = float(r_hat.nan_to_num(0.0).max())
     if not worst:
         return Check("weights", "unknown", f"no chain moves: {TOO_LARGE}")
     site = max(worst, key=worst.__getitem__)
@@ -232,53 +228,30 @@ def sampler_checks(
         yield acceptance(statistics["acceptance_rate"])
     if "diverging" in statistics:
         share = float(statistics["diverging"].double().mean())
-        size = (
-            "tolerance"
-            if subsampled
-            else "energy_error"
-            if "energy_error" in statistics
-            else ""
-        )
-        smaller = (
-            f"a smaller step_size or {size}"
-            if size
-            else "a smaller step_size or a larger target_accept_prob"
-        )
-        advice = f"parts of the posterior are missed. Use {smaller}, a longer warm-up, or reparametrise the model"
-        yield checked(
-            "divergences",
-            share,
-            DIVERGING,
-            f"{share:.2%} of the draws diverged",
-            advice,
-        )
+        setting = "or a larger target_accept_prob"
+        if "energy_error" in statistics:
+            setting = "or energy_error"
+        if subsampled:
+            setting = "or tolerance"
+        finding = f"{share:.2%} of the draws diverged"
+        advice = f"parts of the posterior are missed. Use a smaller step_size {setting}, a longer warm-up, or reparametrise the model"
+        yield checked("divergences", share, DIVERGING, finding, advice)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         finding = f"{share:.1%} of the trajectories were cut off at the largest tree"
-        yield checked(
-            "tree depth",
-            share,
-            CUT_OFF,
-            finding,
-            "raise max_tree_depth, or reparametrise",
-        )
+        advice = "raise max_tree_depth, or reparametrise"
+        yield checked("tree depth", share, CUT_OFF, finding, advice)
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         worst = float(missing_energy(statistics["energy"]).min())
+        finding = f"E-BFMI of the worst chain {worst:.2f}"
         advice = "momenta hardly change the energy, tails are missed; reparametrise"
-        yield checked(
-            "energy",
-            worst,
-            ENERGY_FRACTION,
-            f"E-BFMI of the worst chain {worst:.2f}",
-            advice,
-        )
+        yield checked("energy", worst, ENERGY_FRACTION, finding, advice)
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
-            yield temperature(
-                name.replace("_", " "), statistics[name].double(), subsampled, arrived
-            )
+            title = name.replace("_", " ")
+            yield temperature(title, statistics[name].double(), subsampled, arrived)
 
 
 def acceptance(rates: Tensor) -> Check:
@@ -350,13 +323,10 @@ def _standard_error(values: Tensor) -> float:
     chains' means.
     """
     size = float(chain_statistics(values).ess_bulk)
-    within = (
-        float(values.std()) / math.sqrt(size) if size == size else float(values.std())
-    )
-    between = (
-        float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    )
-    return max(within, between)
+    within = float(values.std()) / math.sqrt(size if size == size else 1.0)
+    if len(values) == 1:
+        return within
+    return max(within, float(values.mean(1).std()) / math.sqrt(len(values)))
 
 
 def named(chains: Sequence[int]) -> str:
@@ -385,15 +355,13 @@ def sampler_failures(
     agreement = []
     if length >= (MIN_DRAWS if subsampled else MIN_DRAWS_TO_AGREE):
         names |= {"virial", "kinetic temperature"}
-        agreement = [disagreement(samples, subsampled)] if samples is not None else []
+        if samples is not None:
+            names.add("energy")
+            agreement = [disagreement(samples, subsampled)]
     arrived = all(check.status != "fail" for check in agreement)
-    checks = [*sampler_checks(statistics, subsampled, arrived), *agreement]
-    failed = [
-        check for check in checks if check.name in names and check.status == "fail"
-    ]
-    energy = [
-        check
-        for check in checks
-        if check.name == "energy" and check.status in ("fail", "warn")
-    ]
-    return failed + energy if agreement else failed
+    failures = []
+    for check in (*sampler_checks(statistics, subsampled, arrived), *agreement):
+        warns = check.status == "warn" and check.name == "energy"
+        if check.name in names and (check.status == "fail" or warns):
+            failures.append(check)
+    return failures

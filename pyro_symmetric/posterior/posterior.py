@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -56,6 +56,7 @@ from pyro_symmetric.weights import (
     batch_shape,
     drop_names,
     first_value,
+    keep_names,
     map_values,
 )
 
@@ -130,24 +131,21 @@ class Posterior:
             object.__setattr__(self, name, dict(getattr(self, name)))
         arguments.one_of("kind", self.kind, get_args(Kind))
         arguments.weights("samples", self.samples)
-        first, shape = next(
-            (site, value.shape[:2]) for site, value in self.samples.items()
-        )
-        for argument, entries, more in (
-            ("samples", self.samples, ", ..."),
-            ("statistics", self.statistics, ""),
-        ):
-            for name, value in entries.items():
-                fits = (
-                    isinstance(value, Tensor)
-                    and value.shape[:2] == shape
-                    and len(shape) == 2
-                )
-                if not fits or value.is_complex() or (not more and value.dim() != 2):
-                    wanted = f"real, (chains, draws{more}), and samples[{first!r}] has {tuple(shape)}"
+        first = next(iter(self.samples))
+        shape = self.samples[first].shape[:2]
+        for argument, more in (("samples", ", ..."), ("statistics", "")):
+            for name, value in getattr(self, argument).items():
+                if (
+                    not isinstance(value, Tensor)
+                    or value.is_complex()
+                    or value.shape[:2] != shape
+                    or len(shape) < 2
+                    or (not more and value.dim() > 2)
+                ):
                     raise ValueError(
-                        f"{argument}[{name!r}] is {described(value)}; it must be "
-                        f"{wanted}"
+                        f"{argument}[{name!r}] is {described(value)}; it must be real, "
+                        f"(chains, draws{more}), and samples[{first!r}] has "
+                        f"{tuple(shape)}"
                     )
 
     @classmethod
@@ -306,17 +304,13 @@ class Posterior:
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
         weights = self._latent()
-        axis = int(group_by_chain)
-        weights = (
-            weights
-            if group_by_chain
-            else map_values(lambda value: value.flatten(0, 1), weights)
-        )
+        count = self.num_samples
+        if not group_by_chain:
+            weights = map_values(lambda value: value.flatten(0, 1), weights)
+            count *= self.num_chains
         if num_samples is None:
             return weights
-        count = (
-            self.num_samples if group_by_chain else self.num_chains * self.num_samples
-        )
+        axis = int(group_by_chain)
         index = torch.randint(count, (num_samples,), device="cpu")
         return map_values(
             lambda value: value.index_select(axis, index.to(value.device)), weights
@@ -412,18 +406,13 @@ class Posterior:
         """
         numbers = map_values(chain_statistics, self.samples)
         result = map_values(lambda n: {"n_eff": n.ess_bulk, "r_hat": n.r_hat}, numbers)
-        flags = self.statistics.get(
-            "diverging", torch.zeros(self.num_chains, 0, device="cpu")
+        no_flags = torch.zeros(self.num_chains, 0, device="cpu")
+        flags = self.statistics.get("diverging", no_flags)
+        result["divergences"] = _by_chain(
+            row.nonzero().flatten().tolist() for row in flags
         )
-        result["divergences"] = {
-            f"chain {c}": row.nonzero().flatten().tolist()
-            for c, row in enumerate(flags)
-        }
         if (rates := self.statistics.get("acceptance_rate")) is not None:
-            result["acceptance rate"] = {
-                f"chain {c}": rate
-                for c, rate in enumerate(rates.double().mean(1).tolist())
-            }
+            result["acceptance rate"] = _by_chain(rates.double().mean(1).tolist())
         return result
 
     def summary(self, prob: float = 0.9) -> None:
@@ -546,30 +535,36 @@ class Posterior:
             raise StoreError(f"{path} is damaged: {error!r}") from error
 
 
+def _by_chain(values: Iterable[Any]) -> Entries:
+    """Name values by the chains that they belong to, as Pyro does."""
+    return {f"chain {number}": value for number, value in enumerate(values)}
+
+
 def _joint(runs: Sequence[Entries], chains: Sequence[int]) -> Json:
     """Join metadata: entries that all runs share, the sum of their ``seconds``, and the
     rest as ``parts``.
     """
-    same = {
-        n: v
-        for n, v in runs[0].items()
-        if n != "seconds" and all(n in run and run[n] == v for run in runs)
+    shared = {
+        name: value
+        for name, value in runs[0].items()
+        if name != "seconds" and all(run.get(name, run) == value for run in runs)
     }
     parts = [
-        {"chains": k} | drop_names(r, same) for k, r in zip(chains, runs, strict=True)
+        {"chains": count} | drop_names(run, shared)
+        for count, run in zip(chains, runs, strict=True)
     ]
     if all("interrupted" in run for run in runs):
-        same["interrupted"] = any(run["interrupted"] for run in runs)
+        shared["interrupted"] = any(run["interrupted"] for run in runs)
     seconds: list[Any] = [run.get("seconds") for run in runs]
     if all(isinstance(times, dict) for times in seconds):
-        same["seconds"] = {
+        shared["seconds"] = {
             phase: sum(times.get(phase, 0.0) for times in seconds)
             for phase in seconds[0]
         }
     # ensembles have no phases
     elif all(isinstance(time, int | float) for time in seconds):
-        same["seconds"] = sum(seconds)
-    return {**same, "parts": parts}
+        shared["seconds"] = sum(seconds)
+    return {**shared, "parts": parts}
 
 
 # draws as arguments -------------------------------------------------------------------
@@ -634,18 +629,14 @@ def as_given(given: Any, moved: Weights) -> Any:
 
 
 def _require_shapes(
-    weights: Tensors,
-    name: str,
-    shapes: Shapes | None,
-    leading: Names,
+    weights: Tensors, name: str, shapes: Shapes | None, leading: Names
 ) -> None:
-    for site, shape in (shapes or {}).items():
-        given = tuple(weights[site].shape) if site in weights else None
-        if given is not None and len(given) != len(leading) + len(shape):
+    for site, shape in keep_names(shapes or {}, weights).items():
+        given = tuple(weights[site].shape)
+        if len(given) != len(leading) + len(shape):
             raise ValueError(
                 f"{name}[{site!r}] has shape {given}; it must be "
                 f"({', '.join(map(str, (*leading, *shape)))}), or pass "
                 "a Posterior, which says what its axes are"
             )
-        if given is not None:
-            batch_shape({site: weights[site]}, {site: shape}, name)
+        batch_shape({site: weights[site]}, {site: shape}, name)
