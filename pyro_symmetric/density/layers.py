@@ -18,7 +18,6 @@ Numba, and so this module, is slow to import.
 
 from __future__ import annotations
 
-import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -231,57 +230,51 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
 
     :raises Unavailable: naming an operator or parameter that isn't supported.
     """
-    sizes = [parameter.numel() for parameter in net.parameters()]
-    offsets = {
-        id(p): offset
-        for p, offset in zip(
-            net.parameters(), itertools.accumulate([0, *sizes]), strict=False
-        )
-    }
+    offsets = {}
+    size = 0
+    for parameter in net.parameters():
+        offsets[id(parameter)] = size
+        size += parameter.numel()
     with torch.no_grad(), _Recorder() as recorder:
         net(x)
-    layers = []
+    layers: list[Layer] = []
     current = x
     transposed = {}
     for name, args, result in recorder.calls:
         if name == "t" and id(args[0]) in offsets:
             transposed[id(result)] = args[0]
             continue
+        activation = name.rstrip("_")
         if (
             name in ("mm", "addmm")
             and args[-2] is current
             and id(args[-1]) in transposed
         ):
             weight = transposed[id(args[-1])]
-            biases = args[:-2]
-            if any(id(bias) not in offsets for bias in biases) or current.shape != (
-                len(x),
-                weight.shape[1],
-            ):
+            outputs, inputs = weight.shape
+            bias = offsets.get(id(args[0])) if name == "addmm" else -1
+            if bias is None or current.shape != (len(x), inputs):
                 raise Unavailable(
                     "a bias is frozen, or the input of a layer isn't one vector for "
                     "each row"
                 )
-            bias = offsets[id(biases[0])] if biases else -1
-            layers.append(
-                Layer(weight.shape[1], weight.shape[0], offsets[id(weight)], bias)
-            )
+            layers.append(Layer(inputs, outputs, offsets[id(weight)], bias))
         elif (
-            name.rstrip("_") in ACTIVATIONS
+            activation in ACTIVATIONS
             and args[0] is current
             and layers
             and not layers[-1].kind
         ):
-            layers[-1] = layers[-1]._replace(kind=ACTIVATIONS[name.rstrip("_")])
+            layers[-1] = layers[-1]._replace(kind=ACTIVATIONS[activation])
         elif not (name in SHAPES and args[0] is current and len(result) == len(x)):
             raise Unavailable(
                 f"it calls {name}, which is neither a linear layer nor an activation "
                 "after one"
             )
         current = result
-    if sum(
+    if size != sum(
         layer.outputs * (layer.inputs + (layer.bias >= 0)) for layer in layers
-    ) != sum(sizes):
+    ):
         raise Unavailable(
             "layers share parameters, or some parameters aren't of a linear layer"
         )
@@ -355,23 +348,16 @@ class Tiled:
         self._flops = 6.0 * sum(
             layer.inputs * layer.outputs for layer in problem.layers
         )
-        self._rows = (
-            torch.cat([problem.x, problem.y.to(problem.x)], 1).contiguous().numpy()
-        )
+        self._rows = torch.cat([problem.x, problem.y.to(problem.x)], 1)
 
     @cached_property
     def _tiles(self) -> Any:
         """Inputs and targets ``(tiles, width * T)``, features first, padded with
         zeros.
         """
-        size = int(T)
-        padded = functional.pad(
-            torch.from_numpy(self._rows), (0, 0, 0, -len(self._rows) % size)
-        )
+        padded = functional.pad(self._rows, (0, 0, 0, -len(self._rows) % int(T)))
         # aligned by PyTorch
-        return (
-            padded.reshape(-1, size, padded.shape[1]).mT.flatten(1).contiguous().numpy()
-        )
+        return padded.unflatten(0, (-1, int(T))).mT.flatten(1).contiguous().numpy()
 
     def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
         """Return as :func:`batched_loss` does.
@@ -379,41 +365,30 @@ class Tiled:
         :raises IndexError: if there are no such rows.
         """
         chains = len(w)
-        rows = len(self._rows)
+        count = rows = len(self._rows)
         if index is None:
             data = self._tiles
-            count = rows
             index = torch.empty((0, 0), dtype=torch.long, device="cpu")
         else:
-            data = self._rows
+            data = self._rows.numpy()
             count = index.shape[1]
-            if not (int(index.min()) >= 0 and int(index.max()) < rows):
+            if not 0 <= int(index.min()) <= int(index.max()) < rows:
                 raise IndexError(
                     f"mini-batches must be of rows between 0 and {rows - 1}"
                 )
         loss = w.new_empty(chains)
         gradient = w.new_empty(w.shape)
-        arrays = [
-            value.contiguous().numpy()
-            for value in (index.long(), w, scale, loss, gradient)
-        ]
+        tensors = (index.long(), w, scale, loss, gradient)
+        arrays = [value.contiguous().numpy() for value in tensors]
 
         def evaluate(chunk: slice) -> None:
-            own = [array[chunk] for array in arrays]
-            loss_and_gradient(self._layers, data, count, self.problem.labels, *own)
+            of_chunk = [array[chunk] for array in arrays]
+            loss_and_gradient(self._layers, data, count, self.problem.labels, *of_chunk)
 
-        threads = max(
-            1,
-            min(
-                torch.get_num_threads(),
-                chains,
-                int(self._flops * count * chains / THREAD_FLOPS),
-            ),
-        )
-        chunks = [
-            slice(chains * t // threads, chains * (t + 1) // threads)
-            for t in range(threads)
-        ]
+        work = int(self._flops * count * chains / THREAD_FLOPS)
+        threads = max(1, min(torch.get_num_threads(), chains, work))
+        cuts = [chains * t // threads for t in range(threads + 1)]
+        chunks = list(map(slice, cuts[:-1], cuts[1:]))
         if threads == 1:
             evaluate(chunks[0])
         else:
