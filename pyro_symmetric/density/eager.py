@@ -344,24 +344,24 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
             "the network has one output, but class labels need an output for each "
             "class, at least 2"
         )
-    shape = (
-        len(x),
-        *(outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]),
-    )
+    event = outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]
+    shape = (len(x), *event)
     if model.likelihood.targets(y).shape != shape:
-        output_shape = (len(x), *outputs.shape[1:])
         raise ValueError(
-            f"y has shape {tuple(y.shape)}; for outputs {output_shape} it must have "
-            f"shape {shape}"
+            f"y has shape {tuple(y.shape)}; for outputs "
+            f"{(len(x), *outputs.shape[1:])} it must have shape {shape}"
         )
-    if not categorical and not y.isfinite().all():
-        raise ValueError("y contains NaN or infinite values; leave these rows out")
-    if categorical and y.is_floating_point():
+    if not categorical:
+        if not y.isfinite().all():
+            raise ValueError("y contains NaN or infinite values; leave these rows out")
+        return
+    if y.is_floating_point():
         raise ValueError(
             f"y is {described(y)}; class labels are whole numbers: pass y.long()"
         )
-    if categorical and not 0 <= int(y.min()) <= int(y.max()) < size:
+    low = int(y.min())
+    high = int(y.max())
+    if not 0 <= low <= high < size:
         raise ValueError(
-            f"y has labels from {int(y.min())} to {int(y.max())}, but the network has "
-            f"{size} outputs"
+            f"y has labels from {low} to {high}, but the network has {size} outputs"
         )

@@ -14,7 +14,6 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -571,14 +570,7 @@ def restore(
         require_same_energies(settings, density, z, stored_energies, tolerance)
     except StoreError:
         raise
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        UnpicklingError,
-    ) as error:
+    except Exception as error:  # a damaged state may raise any
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise StoreError(
             f"the run in the store {settings.store} is damaged, or can't go on here: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -52,11 +53,8 @@ def run_tasks(
     if LOCK._is_owned():  # threads of the executor would wait for this one for ever
         executor = None
     store = settings.store
-    if (
-        store is not None
-        and store.exists()
-        and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"])
-    ):
+    entries = store.iterdir() if store is not None and store.exists() else ()
+    if names := [entry.name for entry in entries if entry.name[:5] != "task-"]:
         raise FileExistsError(
             f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name "
             "a new folder"
@@ -81,11 +79,8 @@ def run_tasks(
                 done.append(Posterior(samples, statistics, metadata, kind="chains"))
             else:
                 stored = Posterior.load(task.store, verify=False)
-                done.append(
-                    replace(
-                        stored.select(draws=slice(task.num_samples)), metadata=metadata
-                    )
-                )
+                stored = stored.select(draws=slice(task.num_samples))
+                done.append(replace(stored, metadata=metadata))
     except KeyboardInterrupt:
         pass
     except Exception as error:
@@ -96,33 +91,26 @@ def run_tasks(
             future.cancel()
         torch.set_num_threads(threads)  # one of its settings is the whole process's
     if not done:
-        kept = (
-            f". What is done is kept in {store}; the same call resumes there"
-            if store
-            else ""
-        )
+        kept = f". What is done is kept in {store}; the same call resumes there"
         raise KeyboardInterrupt(
-            f"interrupted before any of {len(tasks)} tasks had finished{kept}"
+            f"interrupted before any of {len(tasks)} tasks had finished{kept if store else ''}"
         )
     posterior = Posterior.concat(done)
-    metadata = {
-        **posterior.metadata,
-        "chains_per_task": size,
-        "interrupted": len(done) < len(tasks),
-    }
-    metadata |= {} if any(task.seed is None for task in tasks) else {"seed": seed}
-    return replace(posterior, metadata=metadata)
+    metadata = posterior.metadata
+    metadata["chains_per_task"] = size
+    metadata["interrupted"] = len(done) < len(tasks)
+    if all(task.seed is not None for task in tasks):
+        metadata["seed"] = seed
+    return posterior
 
 
 def default_size(num_chains: int) -> int:
     """Return the default number of chains of a task: about a quarter of all, in equal
     tasks, none of a single chain.
     """
-    count = -(
-        -num_chains
-        // max(SMALLEST_TASK, min(LARGEST_TASK, -(-num_chains // MIN_TASKS)))
-    )
-    size = -(-num_chains // count)
+    quarter = math.ceil(num_chains / MIN_TASKS)
+    wanted = max(SMALLEST_TASK, min(LARGEST_TASK, quarter))
+    size = math.ceil(num_chains / math.ceil(num_chains / wanted))
     while size > 1 and num_chains % size == 1:
         size += 1
     return size
@@ -189,9 +177,5 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
 
 def _seed_of(seed: int, task: int | str) -> int:
     """Derive the seed of one part of a run, independent of the others'."""
-    return (
-        int.from_bytes(
-            hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest(), "big"
-        )
-        >> 1
-    )
+    digest = hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -53,10 +53,12 @@ from pyro_symmetric.weights import (
     batch_shape,
     drop_names,
     first_value,
+    keep_names,
     map_values,
     pick,
     require_sites,
     select_rows,
+    shapes_of,
 )
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
@@ -217,56 +219,43 @@ class NetworkPredictor:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         args: Args,
         kwargs: Entries,
         kind: str,
         given: Tensors,
     ):
-        call = described_call(args, kwargs)
         bare = not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
             raise ValueError(
                 "predictions need the inputs, a tensor whose first axis are the rows; "
-                f"found {call}"
+                f"found {described_call(args, kwargs)}"
             )
-        if not bare and len(args) + len(kwargs) != (
-            2 if kind == "log_likelihood" else 1
-        ):
+        expected = 2 if kind == "log_likelihood" else 1
+        if not bare and len(args) + len(kwargs) != expected:
             raise TypeError(
                 "a BayesianModel takes the inputs and, for log-likelihoods, the "
-                f"targets; found {call}"
+                f"targets; found {described_call(args, kwargs)}"
             )
         if kind == "discrete" or (bare and kind != "outputs"):
-            lacks = (
-                "no discrete latent sites"
-                if kind == "discrete"
-                else "no likelihood; pass the BayesianModel"
-            )
+            lacks = "no discrete latent sites"
+            if kind != "discrete":
+                lacks = "no likelihood; pass the BayesianModel"
             raise ValueError(
                 f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}"
             )
-        self.model = (
-            model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval()
-        )
+        self.model = copy.deepcopy(model).eval() if bare else model
+        self.bare = bare
         self.kind = kind
-        net = self.model.net if isinstance(self.model, BayesianModel) else self.model
+        net = self.model if bare else self.model.net
         parameters = dict(net.named_parameters())
+        tensors = parameters | dict(net.named_buffers())
         # A posterior may lack frozen parameters, and hold running statistics.
-        needed = {
-            name for name, value in parameters.items() if value.requires_grad
-        } or set(parameters)
-        tensors = {**parameters, **dict(net.named_buffers())}
-        self.site_shapes = {
-            name: t.shape
-            for name, t in tensors.items()
-            if name in needed or name in given
-        }
+        trained = [name for name, value in parameters.items() if value.requires_grad]
+        needed = {*(trained or parameters), *given}
+        self.site_shapes = shapes_of(keep_names(tensors, needed))
         self.latents: list[str] = []
-        if isinstance(self.model, BayesianModel) and kind in (
-            "samples",
-            "log_likelihood",
-        ):
+        if not bare and kind in ("samples", "log_likelihood"):
             self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
             self.latents = [site for site in self.site_shapes if site not in tensors]
         like = first_value(parameters)
@@ -283,7 +272,7 @@ class NetworkPredictor:
     def __call__(self, weights: Weights) -> Any:
         args = self.args
         kwargs = self.kwargs
-        if not isinstance(self.model, BayesianModel):
+        if self.bare:
             with naming_layer(self.model, *args):
                 return over_weights(
                     self.model,
