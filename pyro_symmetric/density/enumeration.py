@@ -28,11 +28,11 @@ from pyro.ops.packed import broadcast_all, gather, pack, unpack
 from pyro.ops.rings import LogRing
 from pyro.poutine import Trace
 from pyro.poutine.enum_messenger import EnumMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.arguments import Entries
+from pyro_symmetric.density.site_checks import sampled
 from pyro_symmetric.weights import ByName, Weights
 
 MOST_ENTRIES = 2**27  # of the largest table of one chain
@@ -181,15 +181,6 @@ class _Contraction(NamedTuple):
     log_sum: Any
     scale: Any
     elimination: _Elimination
-
-
-def sampled(trace: Trace) -> list[Any]:
-    """Return the sample sites of a run, without the rows of subsampled plates."""
-    return [
-        site
-        for site in trace.nodes.values()
-        if site["type"] == "sample" and not site_is_subsample(site)
-    ]
 
 
 def _plates(site: Any) -> set[str]:

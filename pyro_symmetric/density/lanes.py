@@ -255,11 +255,8 @@ def _is_repeated(value: Tensor, axis: int) -> bool:
 
 
 def _same(call: Call) -> Any:
+    """Return the first argument, whose dtype becomes the result's."""
     return next(iter(call.arguments.values()))
-
-
-def _cast(call: Call) -> Lanes:
-    return Lanes(_same(call).values.to(call.result.dtype))
 
 
 def _copied(call: Call) -> Lanes:
@@ -412,8 +409,9 @@ _BY_RULE: dict[Callable[[Call], Any], Args] = {
         aten.detach,
         aten.alias,
         aten.lift_fresh_copy,
+        aten._to_copy,
+        prims.convert_element_type,
     ),
-    _cast: (prims.convert_element_type, aten._to_copy),
     _copied: (aten.copy,),
     _alike: (
         aten.full_like,

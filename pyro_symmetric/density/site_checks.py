@@ -23,6 +23,7 @@ from pyro.distributions.torch_distribution import (
     MaskedDistribution,
     TorchDistributionMixin,
 )
+from pyro.poutine import Trace
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -60,6 +61,15 @@ def is_deterministic(site: Any) -> bool:
     )
     at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
     return bool(site["infer"].get("_deterministic")) or masked_out or at_its_value
+
+
+def sampled(trace: Trace) -> list[Any]:
+    """Return the sample sites of a run, without the rows of subsampled plates."""
+    return [
+        site
+        for site in trace.nodes.values()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    ]
 
 
 def is_scored(site: Any) -> bool:

@@ -57,7 +57,6 @@ from pyro_symmetric.density.enumeration import (
     Enumeration,
     LimitedTables,
     masked_log_prob,
-    sampled,
 )
 from pyro_symmetric.density.site_checks import (
     check_observed,
@@ -65,6 +64,7 @@ from pyro_symmetric.density.site_checks import (
     is_deterministic,
     require_declared_axes,
     require_possible_data,
+    sampled,
     seen_through,
 )
 from pyro_symmetric.weights import (

@@ -32,8 +32,8 @@ from pyro_symmetric.arguments import (
     Values,
     described_call,
 )
-from pyro_symmetric.density.enumeration import masked_log_prob, sampled
-from pyro_symmetric.density.site_checks import check_observed, is_deterministic
+from pyro_symmetric.density.enumeration import masked_log_prob
+from pyro_symmetric.density.site_checks import check_observed, is_deterministic, sampled
 from pyro_symmetric.density.traced import (
     PriorMessenger,
     Traced,

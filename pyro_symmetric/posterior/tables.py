@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import Args, Names, Values, as_tensor, described
-from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
+from pyro_symmetric.density.traced import Placed, PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics
@@ -122,24 +122,18 @@ def to_arviz(
     groups = {"posterior": posterior.samples, "sample_stats": posterior.statistics}
     predicted = {}
     if log_likelihood is not False:
-        model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
-        predicted["log_likelihood"] = predict(
-            posterior, model, *args, kind="log_likelihood", **kwargs
-        )
-        groups["observed_data"] = _observed(
-            posterior, model, args, kwargs, predicted["log_likelihood"]
-        )
+        call = _call(posterior, log_likelihood, "log_likelihood")
+        log_probs = _predicted(posterior, call, "log_likelihood")
+        predicted["log_likelihood"] = log_probs
+        groups["observed_data"] = _observed(posterior, call, log_probs)
     if posterior_predictive is not False:
-        model, args, kwargs = _call(
-            posterior, posterior_predictive, "posterior_predictive"
-        )
-        if isinstance(model, BayesianModel):
-            args = args[:1]
-            kwargs = drop_names(kwargs, {"y"})
-        draws = predict(posterior, model, *args, kind="samples", **kwargs)
-        predicted["posterior_predictive"] = (
-            draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
-        )
+        call = _call(posterior, posterior_predictive, "posterior_predictive")
+        if isinstance(call.model, BayesianModel):
+            call = Placed(call.model, call.args[:1], drop_names(call.kwargs, {"y"}))
+        draws = _predicted(posterior, call, "samples")
+        if not isinstance(draws, dict):
+            draws = {"y": call.model.likelihood.targets(draws)}
+        predicted["posterior_predictive"] = draws
     names: dict[str, list[str]] = {}
     chains = (posterior.num_chains, posterior.num_samples)
     for group, values in predicted.items():
@@ -187,12 +181,12 @@ def _array(value: Tensor) -> np.ndarray:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
-def _call(posterior: Any, value: bool | Args, name: str) -> tuple[Any, Args, Values]:
+def _call(posterior: Any, value: bool | Args, name: str) -> Placed:
     """Return the model and its arguments, as the value of the argument ``name``
     specifies them.
     """
     if isinstance(value, tuple) and value:
-        return value[0], value[1:], {}
+        return Placed(value[0], value[1:], {})
     if value is not True:
         raise TypeError(
             f"{name} is {described(value)}; it must be True or a tuple (model, *args)"
@@ -202,19 +196,17 @@ def _call(posterior: Any, value: bool | Args, name: str) -> tuple[Any, Args, Val
             f"{name}=True needs the model, which this posterior doesn't know; pass "
             f"{name}=(model, *args)"
         )
-    return posterior.source.model, posterior.source.args, posterior.source.kwargs
+    return Placed(*posterior.source[:3])
 
 
-def _observed(
-    posterior: Any,
-    model: Any,
-    args: Args,
-    kwargs: Values,
-    sites: Tensors,
-) -> ByName:
+def _predicted(posterior: Any, call: Placed, kind: Any) -> Any:
+    return predict(posterior, call.model, *call.args, kind=kind, **call.kwargs)
+
+
+def _observed(posterior: Any, call: Placed, sites: Tensors) -> ByName:
     dtype = promoted(list(posterior.samples.values()))
     device = posterior.source and posterior.source.device
-    model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
+    model, args, kwargs = placed(*call, device, dtype)
     # the trace draws latent sites, which aren't read
     with (
         forked(None, device),

@@ -170,6 +170,14 @@ class _Branch(NamedTuple):
     cost: _Cost  # of the tree and the branch
 
 
+class _Grown(NamedTuple):
+    """A branch after a leaf."""
+
+    branch: _Branch
+    spans: Any  # complete subtrees: by level, or stacked, (A, 1 + levels, 5, D)
+    turns: Tensor  # whether the last pair of subtrees turns, (A,)
+
+
 class _Forest:
     """Trajectories of all chains, which double in batches of the unfinished ones."""
 
