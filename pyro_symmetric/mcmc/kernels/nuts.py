@@ -174,7 +174,7 @@ class _Grown(NamedTuple):
     """A branch after a leaf."""
 
     branch: _Branch
-    spans: Any  # complete subtrees: by level, or stacked, (A, 1 + levels, 5, D)
+    spans: Any  # complete subtrees, by level
     turns: Tensor  # whether the last pair of subtrees turns, (A,)
 
 
@@ -215,40 +215,37 @@ class _Forest:
     def double(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each trajectory; return whether any is
         unfinished. A trajectory whose new half turns or diverges ends without it."""
-        branch, span = _start_branch(
-            self.tree, self.growing, self._uniform() < 0.5, self.mass
-        )
-        spans: Any = {depth: span}  # complete subtrees by level
+        forward = self._uniform() < 0.5
+        branch, span = _start_branch(self.tree, self.growing, forward, self.mass)
+        grown = _Grown(branch, {depth: span}, forward)
         if self.fused:
             stacked = torch.stack(span, 1)
-            spans = stacked.new_zeros(
-                len(stacked), 1 + len(self.levels), *stacked.shape[1:]
-            )
+            levels = 1 + len(self.levels)
+            spans = stacked.new_zeros(len(stacked), levels, *stacked.shape[1:])
             spans[:, 1 + depth] = stacked
         for leaf in range(2**depth):
             level = (~leaf & leaf + 1).bit_length() - 1
-            is_last = leaf + 1 == 2**depth
-            inputs = branch, self.tree.start_energy, self._uniform()
+            inputs = grown.branch, self.tree.start_energy, self._uniform()
             if self.fused:
                 number = self.levels[level : level + 1]
-                branch, spans[:, 1 + level], turns = fused(
+                grown = fused(
                     self.density, _add_fused, *inputs, spans, number, self.mass
                 )
+                spans[:, 1 + level] = grown.spans
             else:
                 branch = fused(self.density, _add_leaf, *inputs, self.mass)
-                branch, spans, turns = _complete(
-                    branch, spans, level, is_last, self.mass
-                )
+                is_last = leaf + 1 == 2**depth
+                grown = _complete(branch, grown.spans, level, is_last, self.mass)
             # A check waits for the device. A branch can turn only at every other leaf.
             if leaf % 2 == 1 or depth == 0:
-                self.tree = self.tree._replace(cost=branch.cost)
-                self.growing = branch.step[:, 0] != 0
-                any_growing, (branch, spans, turns) = self._retire(branch, spans, turns)
+                self.tree = self.tree._replace(cost=grown.branch.cost)
+                self.growing = grown.branch.step[:, 0] != 0
+                any_growing, grown = self._retire(grown)
                 if not any_growing:
                     return False
-        self.tree = _join(self.tree, branch, self._uniform())
-        self.growing = self.growing & ~turns
-        return self._retire()[0]
+        self.tree = _join(self.tree, grown.branch, self._uniform())
+        self.growing = self.growing & ~grown.turns
+        return self._retire(None)[0]
 
     def all_trees(self) -> _Tree:
         """Return the trees of all chains, in order."""
@@ -264,22 +261,20 @@ class _Forest:
         numbers = uniform(self.start_energy, self.generator)
         return numbers[self.tree.chain] if self.finished else numbers
 
-    def _retire(self, *others: Any) -> tuple[bool, Any]:
-        """Drop finished chains from the batch and from ``others``; return whether any
-        is unfinished, and the others.
+    def _retire(self, grown: Any) -> tuple[bool, Any]:
+        """Drop finished chains from the batch and from ``grown``; return whether any is
+        unfinished, and the rest of ``grown``.
         """
         left = int(self.growing.sum())
         total = len(self.growing)
         if left in (0, total) or self.fixed_batch:
-            return left > 0, others
-        stay, done = (
-            (~self.growing).byte().argsort(stable=True).split([left, total - left])
-        )
+            return left > 0, grown
+        order = (~self.growing).byte().argsort(stable=True)
+        stay, done = order.split([left, total - left])
         self.finished.append(_select(self.tree, done))
-        self.tree, self.growing, others = _select(
-            (self.tree, self.growing, others), stay
-        )
-        return True, others
+        self.tree = _select(self.tree, stay)
+        self.growing = self.growing[stay]
+        return True, grown and _select(grown, stay)
 
 
 # steps of a doubling ------------------------------------------------------------------
@@ -335,30 +330,24 @@ def _add_leaf(
 
 def _complete(
     branch: _Branch, spans: dict[int, _Span], level: int, is_last: bool, mass: Mass
-) -> tuple[_Branch, dict[int, _Span], Tensor]:
+) -> _Grown:
     """Complete the subtrees that end at the last leaf, and stop branches in which one
     of them turns.
 
     :param spans: complete subtrees of ``2 ** level`` states, by level.
     :param level: number of subtrees that the leaf completes.
-    :return: the branch; the complete subtrees; after the last leaf, whether the tree
-        with its branch turns, ``(A,)``.
+    :param is_last: whether the tree and its branch become a pair.
     """
     leaf = span = _leaf_span(branch, mass)
     for lower in range(level):
         turning = _pair_turns(spans[lower], span, leaf)
         branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
         span = _Span(*spans[lower][:3], leaf.last, leaf.before_last)
-    turns = (
-        _pair_turns(spans[level], span, leaf)
-        if is_last
-        else torch.zeros_like(branch.cost.diverging)
-    )
-    return (
-        branch,
-        {level: span, **{other: spans[other] for other in spans if other > level}},
-        turns,
-    )
+    turns = torch.zeros_like(branch.cost.diverging)
+    if is_last:
+        turns = _pair_turns(spans[level], span, leaf)
+    higher = {number: spans[number] for number in spans if number > level}
+    return _Grown(branch, {level: span, **higher}, turns)
 
 
 def _pair_turns(half: _Span, other: _Span, leaf: _Span) -> Tensor:
@@ -390,15 +379,14 @@ def _add_fused(
     spans: Tensor,
     level: Tensor,
     mass: Mass,
-) -> tuple[_Branch, Tensor, Tensor]:
+) -> _Grown:
     """Do :func:`_add_leaf` and :func:`_complete` in one program, which checks all
     levels at once.
 
     :param spans: complete subtrees by level, ``(A, 1 + levels, 5, D)``; the first entry
         is unused.
     :param level: ``(1,)``
-    :return: the branch; the new subtree, ``(A, 5, D)``; whether the pair at this level
-        turns, ``(A,)``.
+    :return: with the new subtree only, ``(A, 5, D)``.
     """
     branch = _add_leaf(evaluate, branch, start_energy, chance, mass)
     leaf = _leaf_span(branch, mass)
@@ -420,10 +408,9 @@ def _add_fused(
     turning = (
         turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
     )
-    step = branch.step.masked_fill(
-        (turning & (number < level)).any(1, keepdim=True), 0.0
-    )
-    return branch._replace(step=step), span, (turning & (number == level)).any(1)
+    stopped = (turning & (number < level)).any(1, keepdim=True)
+    branch = branch._replace(step=branch.step.masked_fill(stopped, 0.0))
+    return _Grown(branch, span, (turning & (number == level)).any(1))
 
 
 def _is_turning(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
