@@ -28,6 +28,8 @@ Args = tuple[Any, ...]  # a function's positional arguments
 Entries = dict[str, Any]  # values of any kind by name
 Values = Mapping[str, Any]  # the same, read only
 Json = Entries  # what JSON can hold
+ByName = dict[str, Tensor]  # numbers that are no weights
+Tensors = Mapping[str, Tensor]  # these or weights, read only
 Device = torch.device | str | None  # PyTorch's default for None
 Dtype = torch.dtype | None  # likewise
 Function = Callable[..., Any]
@@ -125,7 +127,7 @@ def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -
 tensor = partial(instance, kinds=Tensor, what="a tensor")
 
 
-def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
+def weights(name: str, value: Any, besides: str = "") -> Tensors:
     """Require weights: a mapping from site to tensor with at least one site.
 
     :param besides: a description of other types that the caller allows.

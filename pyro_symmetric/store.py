@@ -42,7 +42,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,15 @@ import safetensors.torch
 import torch
 from torch import Size, Tensor
 
-from pyro_symmetric.arguments import Entries, Json, Shape, Values
+from pyro_symmetric.arguments import ByName, Entries, Json, Shape, Tensors, Values
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
 # samples and statistics of all chains, (chains, ...)
-Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+Draw = tuple[Tensors, Tensors]
 # A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and
 # metadata, whatever JSON can hold.
-Contents = tuple[dict[str, Tensor], dict[str, Tensor], Entries]
+Contents = tuple[ByName, ByName, Entries]
 KIND = "draw store"
 VERSION = 3
 CHECKPOINT = "checkpoint.safetensors"
@@ -207,7 +207,7 @@ class Recorder:
         # Number of written draws, their arrays, and the waiting draws: one value, which
         # no interruption can split.
         self._progress: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
-        self._memory: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        self._memory: dict[str, ByName] = {group: {} for group in GROUPS}
         self._files = list[int]()
         self._open = contextlib.ExitStack()
         if self.folder:
@@ -224,8 +224,8 @@ class Recorder:
     def append(
         self,
         number: int,
-        samples: Mapping[str, Tensor],
-        statistics: Mapping[str, Tensor],
+        samples: Tensors,
+        statistics: Tensors,
     ) -> None:
         """Append a draw of all chains, ``(chains, *site_shape)`` and ``(chains,)``; the
         tensors mustn't change later.
@@ -285,7 +285,7 @@ class Recorder:
         )
         return samples, statistics, metadata
 
-    def write(self, parts: list[dict[str, Tensor]]) -> None:
+    def write(self, parts: list[ByName]) -> None:
         """Append many draws at once, samples and statistics ``(draws, chains,
         ...)``.
         """
@@ -355,7 +355,7 @@ class Recorder:
             )
             self._progress = (written + len(ready), arrays, rest)
 
-    def _put(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
+    def _put(self, parts: list[ByName], begin: int) -> tuple[Array, ...]:
         """Put samples and statistics ``(draws, chains, ...)`` in memory or in files;
         return the files' arrays.
 
@@ -536,7 +536,7 @@ class Checkpoint:
         :raises StoreError: naming the first array that is missing, cut short, or
             differs from its checksum.
         """
-        draws: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        draws: dict[str, ByName] = {group: {} for group in GROUPS}
         for array in self.arrays:
             draws[array.group][array.name] = array.map(folder, self.draws, verify)
         return draws["posterior"], draws["sample_stats"], self.metadata
@@ -653,7 +653,7 @@ def save_tensors(
     path: PathLike,
     kind: str,
     version: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     header: Values,
 ) -> None:
     """Write tensors and a header to a file, replacing an old one only by a complete
@@ -682,9 +682,7 @@ def save_tensors(
     )
 
 
-def load_tensors(
-    path: PathLike, kind: str, version: int
-) -> tuple[dict[str, Tensor], Entries]:
+def load_tensors(path: PathLike, kind: str, version: int) -> tuple[ByName, Entries]:
     """Read the tensors, on the CPU, and the header that :func:`save_tensors` wrote.
 
     :param version: the newest version that the caller understands.
@@ -761,7 +759,7 @@ def load_pickled(
     return torch.load(file, map_location=map_location, weights_only=True)
 
 
-def require_stored(tensors: Mapping[str, Tensor], path: PathLike) -> None:
+def require_stored(tensors: Tensors, path: PathLike) -> None:
     """Raise ``ValueError`` if the dense tensors read from a file are much larger than
     the file: an expanded tensor takes a few bytes there and any number in memory.
     """

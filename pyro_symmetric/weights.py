@@ -41,11 +41,11 @@ from torch.distributions.transforms import (
 )
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import ByName as ByName
+from pyro_symmetric.arguments import Tensors as Tensors
 from pyro_symmetric.arguments import as_tensor
 
 Weights = dict[str, Tensor]
-ByName = dict[str, Tensor]  # numbers that are no weights
-Tensors = Mapping[str, Tensor]  # either, read only
 Shapes = Mapping[str, Size]
 Name = TypeVar("Name")
 Before = TypeVar("Before")

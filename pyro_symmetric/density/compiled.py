@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from pyro_symmetric._process import (
 from pyro_symmetric.arguments import Args, Entries, Function, Names
 from pyro_symmetric.density.eager import (
     Eager,
+    Evaluate,
     Evaluation,
     Rows,
     Unavailable,
@@ -140,7 +141,7 @@ class Compiled:
 
     def _run(
         self,
-        evaluate: Callable[..., Evaluation],
+        evaluate: Evaluate,
         function: Function,
         names: Names,
         structure: Any,
@@ -180,7 +181,7 @@ class Compiled:
                 "PyTorch's compiler made a program that computes something else"
             )
 
-    def _evaluation(self, names: Names) -> Callable[..., Evaluation]:
+    def _evaluation(self, names: Names) -> Evaluate:
         """Return the eager evaluation as a function of positions and of mini-batches
         with these names.
         """
@@ -198,7 +199,7 @@ class Compiled:
 
     def _compile(
         self,
-        evaluate: Callable[..., Evaluation],
+        evaluate: Evaluate,
         function: Function,
         structure: Any,
         inputs: list[Tensor],
@@ -268,7 +269,7 @@ def _chains_last(value: Tensor) -> Tensor:
     return value.t().contiguous().t()
 
 
-def _evaluate(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:
+def _evaluate(evaluate: Evaluate, *inputs: Tensor) -> Evaluation:
     return evaluate(*inputs)
 
 
