@@ -291,15 +291,18 @@ class Density:
             stacklevel=4,
         )
 
+    def first_rows(self, count: int) -> Rows | None:
+        """Return the first rows of the data as the mini-batches of some chains."""
+        return {
+            name: torch.arange(size, device=self.device).expand(count, size)
+            for name, (_, size) in self.row_counts.items()
+        } or None
+
     def _choose_engine(self, engine: str, z: Tensor, evaluations: float) -> None:
         """Choose the engine and ``chain_chunk``. Engines are compared with the model at
         draws ``z`` of the prior.
         """
-        counts = self.row_counts.items()
-        rows = {
-            name: torch.arange(size, device=self.device).expand(len(z), size)
-            for name, (_, size) in counts
-        } or None
+        rows = self.first_rows(len(z))
         expected = self._try_model(z, rows)
         named = engine != "auto"
         if not named:
@@ -307,25 +310,11 @@ class Density:
             engine = "layers" if self.is_network else "compiled" if pays else "eager"
         if engine != "eager":
             self.engine_reason = self.target.one_by_one  # has been warned of
+        is_possible = not self.engine_reason
         try:
-            if engine == "layers" and not self.engine_reason:
-                from pyro_symmetric.density.layers import Layers  # slow to import
-
-                layers = Layers(self.target)
-                finite = all(bool(torch.isfinite(part).all()) for part in expected)
-                if not (
-                    finite
-                    and same_evaluation(layers.energy_and_gradient(z, rows), expected)
-                ):
-                    raise Unavailable(
-                        "its results differ from the model's, or those aren't finite"
-                    )
-                self.fast = layers
-            if (
-                engine == "compiled"
-                and not self.engine_reason
-                and not has_compiler(self.device)
-            ):
+            if engine == "layers" and is_possible:
+                self.fast = self._layers(z, rows, expected)
+            if engine == "compiled" and is_possible and not has_compiler(self.device):
                 raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
         except Unavailable as error:
             self.engine_reason = str(error)
@@ -335,22 +324,26 @@ class Density:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        if (
-            self.chain_chunk is None
-            and self.device.type == "cpu"
-            and not getattr(self.fast, "tiled", False)
-        ):
-            sizes = [
-                v.numel()
-                for v in tree_leaves((self.target.args, self.target.kwargs))
-                if isinstance(v, Tensor)
-            ]
+        is_tiled = getattr(self.fast, "tiled", False)
+        if self.chain_chunk is None and self.device.type == "cpu" and not is_tiled:
             # Intermediate results of a chain are taken to be as large as the data or
             # the chain itself.
+            data = tree_leaves((self.target.args, self.target.kwargs))
+            sizes = [value.numel() for value in data if isinstance(value, Tensor)]
             numbers = max([self.dim, *sizes]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
         if engine == "compiled" and not self.engine_reason:
             self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize, z)
+
+    def _layers(self, z: Tensor, rows: Rows | None, expected: Evaluation) -> Any:
+        """Return the engine of feed-forward networks, if it agrees with the model."""
+        from pyro_symmetric.density.layers import Layers  # slow to import
+
+        layers = Layers(self.target)
+        finite = all(bool(part.isfinite().all()) for part in expected)
+        if finite and same_evaluation(layers.energy_and_gradient(z, rows), expected):
+            return layers
+        raise Unavailable("its results differ from the model's, or those aren't finite")
 
     def _try_model(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Evaluate the model, and decide whether its chains are mapped or evaluated one

@@ -37,7 +37,7 @@ from torch.distributions import Distribution
 from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import LOCK, running_pyro, without_warnings
+from pyro_symmetric._process import LOCK, replaced, running_pyro, without_warnings
 from pyro_symmetric.arguments import (
     Args,
     Device,
@@ -248,9 +248,8 @@ class TracedTarget(Traced):
         self.parameters = map_values(as_tensor, parameters)
         latent = latent_sites(trace)
         # The sites that samplers move: discrete sites are summed out.
-        self.sites: Values = {
-            site["name"]: site["fn"] for site in latent if not is_enumerated(site)
-        }
+        moved = {site["name"]: site for site in latent if not is_enumerated(site)}
+        self.sites: Values = map_values(lambda site: site["fn"], moved)
         if not self.sites:
             names = [site["name"] for site in latent]
             reason = "no latent site"
@@ -278,9 +277,7 @@ class TracedTarget(Traced):
         check_observed(site for site in observed if not is_deterministic(site))
         require_declared_axes(trace.nodes.values())
         self.row_counts = _subsampled_plates(trace)
-        given = {
-            site["name"]: site["value"] for site in latent if site["name"] in self.sites
-        }
+        given = map_values(lambda site: site["value"], moved)
         self._probes = {site: self._probe(site, value) for site, value in given.items()}
         for _ in range(LAYOUT_RUNS):
             self._require_same_layout(self._prior_run())
@@ -393,9 +390,8 @@ class TracedTarget(Traced):
             site["name"] for site in latent_sites(trace) if not is_enumerated(site)
         }
         nodes = Entries(trace.nodes)
-        if changed := sorted(
-            set(self._probes) ^ (names | (set(self._probes) & set(nodes)))
-        ):
+        known = self._probes.keys()
+        if changed := sorted((names - known) | (known - nodes.keys())):
             raise ValueError(
                 f"the sites {changed} exist in some runs of the model only; a sampler "
                 "needs the same ones in all"
@@ -687,9 +683,8 @@ def _stand_ins(dtype: Dtype = None) -> Iterator[None]:
     refuses.
     """
     with running_pyro(dtype), contextlib.ExitStack() as stack:
-        for owner, name, stand_in in _STAND_INS:
-            stack.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, stand_in)
+        for stand_in in _STAND_INS:
+            stack.enter_context(replaced(*stand_in))
         yield
 
 

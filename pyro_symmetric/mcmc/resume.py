@@ -184,16 +184,12 @@ def allowed_difference(density: Density, stored: Tensor, same_rounding: bool) ->
 
 def energies(density: Density, z: Tensor) -> Tensor:
     """Evaluate the potential energy of the first :data:`MAX_COMPARED` chains at ``z``,
-    on all rows of the data.
+    on the first rows of the data.
     """
     z = z[:MAX_COMPARED]
-    counts = density.row_counts.items()
-    rows = {
-        name: torch.arange(size, device=z.device).expand(len(z), size)
-        for name, (_, size) in counts
-    }
     with torch.no_grad():
-        return density.without_compiling(z, rows or None)[0].to("cpu", torch.float64)
+        energy = density.without_compiling(z, density.first_rows(len(z)))[0]
+    return energy.to("cpu", torch.float64)
 
 
 def _other_run(settings: Settings, differing: list[str], hint: str = "") -> StoreError:
