@@ -202,7 +202,8 @@ def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -
         return (true_fn if pred else false_fn)(*operands)
     results = true_fn(*operands), false_fn(*operands)
     return pytree.tree_map(
-        lambda one, other: torch.where(pred.reshape(()), one, other), *results
+        lambda if_true, if_false: torch.where(pred.reshape(()), if_true, if_false),
+        *results,
     )
 
 

@@ -107,9 +107,10 @@ def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> 
         hint = did_you_mean(
             value, (choice for choice in choices if isinstance(choice, str))
         )
-        others = f" or {besides}" if besides else ""
+        alternative = f" or {besides}" if besides else ""
         raise ValueError(
-            f"{name} is {described(value)}; it must be one of {choices}{others}{hint}"
+            f"{name} is {described(value)}; it must be one of "
+            f"{choices}{alternative}{hint}"
         )
     return value
 
@@ -229,7 +230,7 @@ def first_line(error: object) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def did_you_mean(found: Any, names: Iterable[str]) -> str:
+def did_you_mean(unknown: Any, names: Iterable[str]) -> str:
     """Suggest the known name most similar to an unknown one, as the end of a message;
     empty if none is similar.
 
@@ -238,8 +239,8 @@ def did_you_mean(found: Any, names: Iterable[str]) -> str:
     "; did you mean 'estimator'?"
     """
     close = (
-        difflib.get_close_matches(found, list(names), 1, 0.7)
-        if isinstance(found, str)
+        difflib.get_close_matches(unknown, list(names), 1, 0.7)
+        if isinstance(unknown, str)
         else ()
     )
     return f"; did you mean {close[0]!r}?" if close else ""

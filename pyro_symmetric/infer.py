@@ -217,5 +217,5 @@ def _bijections(model: Model, args: Args, kwargs: Keywords) -> Entries:
 def _require_options(options: Entries) -> None:
     """Require options of :func:`~pyro_symmetric.sample`."""
     known = inspect.signature(mcmc.sample).parameters.keys() - NO_OPTIONS
-    own = inspect.signature(MCMC).parameters.keys() - {"options"}
-    arguments.require_keywords("MCMC", {*known, *own}, options, GUESSES)
+    of_pyro = inspect.signature(MCMC).parameters.keys() - {"options"}
+    arguments.require_keywords("MCMC", {*known, *of_pyro}, options, GUESSES)

@@ -305,14 +305,14 @@ class Recorder:
         import fcntl  # POSIX only
 
         make_folder(folder)
-        others = [
+        files = [
             entry.name
             for entry in folder.iterdir()
             if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))
         ]
-        if others and CHECKPOINT not in others:
+        if files and CHECKPOINT not in files:
             raise FileExistsError(
-                f"{folder} is no draw store but holds {', '.join(sorted(others)[:5])}; "
+                f"{folder} is no draw store but holds {', '.join(sorted(files)[:5])}; "
                 "name another"
             )
         lock = os.open(folder / LOCK, WRITE, 0o666)
@@ -340,7 +340,7 @@ class Recorder:
         """
         written, _, waiting = self._progress
         ready = waiting[: max(0, until - written)]
-        rest = waiting[max(0, until - written) :]
+        later = waiting[max(0, until - written) :]
         if ready:
             parts = [
                 {
@@ -353,7 +353,7 @@ class Recorder:
             self.diverged += (
                 int(parts[1]["diverging"].sum()) if "diverging" in parts[1] else 0
             )
-            self._progress = (written + len(ready), arrays, rest)
+            self._progress = (written + len(ready), arrays, later)
 
     def _put(self, parts: list[ByName], begin: int) -> tuple[Array, ...]:
         """Put samples and statistics ``(draws, chains, ...)`` in memory or in files;

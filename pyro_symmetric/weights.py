@@ -187,10 +187,10 @@ def require_same_network(
         for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)
     ]
     kinds = {parts[-1] for parts in parameters}
-    others = [site for site in sites if site not in site_shapes]
+    strangers = [site for site in sites if site not in site_shapes]
     unknown = [
         s
-        for s in others
+        for s in strangers
         if "." in s
         and s.split(".")[: len(root)] == root
         and s.rpartition(".")[2] in kinds
@@ -252,10 +252,10 @@ class Layout:
         site_shapes: Mapping[str, Iterable[int]],
         transforms: Mapping[str, Transform] | None = None,
     ):
-        given = transforms or {}
+        known = transforms or {}
         self.site_shapes = map_values(Size, site_shapes)
         self.transforms: dict[str, Transform] = {
-            site: given.get(site, identity_transform) for site in site_shapes
+            site: known.get(site, identity_transform) for site in site_shapes
         }
         self.unconstrained_shapes = {
             site: Size(self.transforms[site].inverse_shape(shape))

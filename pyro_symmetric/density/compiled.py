@@ -168,7 +168,7 @@ class Compiled:
         return result
 
     def _require_same(
-        self, found: Evaluation, names: Names, z: Tensor, *rows: Tensor
+        self, evaluation: Evaluation, names: Names, z: Tensor, *rows: Tensor
     ) -> None:
         """Compare a program's evaluation with the model's.
 
@@ -176,7 +176,7 @@ class Compiled:
         """
         expected = self._evaluation(names)(z, *rows)
         batches = dict(zip(names, rows, strict=True))
-        if not self.eager.are_alike(found, expected, z, batches):
+        if not self.eager.are_alike(evaluation, expected, z, batches):
             raise Unavailable(
                 "PyTorch's compiler made a program that computes something else"
             )
@@ -213,7 +213,9 @@ class Compiled:
             result = function(evaluate, *unflatten(structure, iter(values)))
             out[:] = [flatten(result, results)]
             return [
-                value.clone() if any(value is one for one in values) else value
+                value.clone()
+                if any(value is value_in for value_in in values)
+                else value
                 for value in results
             ]
 

@@ -358,7 +358,7 @@ class Density:
         target.one_by_one = "not known yet"
         generator_state = torch.get_rng_state()
         try:
-            alone = evaluate(z, rows)
+            unmapped = evaluate(z, rows)
         except RuntimeError as error:
             raise ValueError(
                 "the model's density, or its gradient, can't be evaluated: "
@@ -368,7 +368,7 @@ class Density:
         # it hides; a discrete one seldom shows in the density.
         if not torch.equal(generator_state, torch.get_rng_state()):
             repeated = [evaluate(z, rows) for _ in range(REPEATS)]
-            if not all(same_evaluation(again, alone) for again in repeated):
+            if not all(same_evaluation(again, unmapped) for again in repeated):
                 raise target.is_random()
         target.one_by_one = ""
         failure = None
@@ -376,16 +376,16 @@ class Density:
             mapped = evaluate(z, rows)
         except Exception as error:  # the model's code under vmap may raise anything
             failure = error
-        if failure is None and same_evaluation(mapped, alone):
+        if failure is None and same_evaluation(mapped, unmapped):
             return mapped
         target.one_by_one = "the results differ"
-        if failure is None and self._eager.are_alike(mapped, alone, z, rows):
+        if failure is None and self._eager.are_alike(mapped, unmapped, z, rows):
             target.one_by_one = ""
             return mapped
-        if not same_evaluation(evaluate(z, rows), alone):
+        if not same_evaluation(evaluate(z, rows), unmapped):
             raise target.is_random()
         target.give_up_map(failure or target.one_by_one)
-        return alone
+        return unmapped
 
     # positions ------------------------------------------------------------------------
 

@@ -64,19 +64,19 @@ class Eager:
         return in_chunks(self.energy_and_gradient, z, rows, -(-len(z) // 2))
 
     def are_alike(
-        self, found: Evaluation, expected: Evaluation, z: Tensor, rows: Rows | None
+        self, actual: Evaluation, expected: Evaluation, z: Tensor, rows: Rows | None
     ) -> bool:
         """Return whether two evaluations at ``z`` agree. If rounding errors of single
         precision are large, as of ill-conditioned matrices, double precision decides.
         """
-        if same_evaluation(found, expected):
+        if same_evaluation(actual, expected):
             return True
         if rows or z.dtype != torch.float32:
             return False
         # the model may not run in double precision
         with contextlib.suppress(Exception):
             exact = self.in_double().energy_and_gradient(z.double(), None)
-            return is_as_exact(found, expected, exact)
+            return is_as_exact(actual, expected, exact)
         return False
 
     def in_double(self) -> Eager:
@@ -178,15 +178,15 @@ def same_evaluation(actual: Evaluation, expected: Evaluation) -> bool:
     coarse, fine = (
         (COARSE, FINE) if expected_energy.dtype == torch.float32 else (1e-6, 1e-8)
     )
-    same = (energy - expected_energy).abs() <= fine * (1 + expected_energy.abs())
+    equal = (energy - expected_energy).abs() <= fine * (1 + expected_energy.abs())
     close = (gradient - expected_gradient).norm(dim=-1) <= coarse * (
         1 + expected_gradient.norm(dim=-1)
     )
     close |= (gradient.isnan() & expected_gradient.isnan()).any(dim=-1)
-    return bool((same & close | ~torch.isfinite(expected_energy)).all())
+    return bool((equal & close | ~torch.isfinite(expected_energy)).all())
 
 
-def is_as_exact(found: Evaluation, expected: Evaluation, exact: Evaluation) -> bool:
+def is_as_exact(actual: Evaluation, expected: Evaluation, exact: Evaluation) -> bool:
     """Return whether errors in single precision are like those of the expected
     evaluation: the least, the second and so on at most a few times as large.
     """
@@ -204,7 +204,7 @@ def is_as_exact(found: Evaluation, expected: Evaluation, exact: Evaluation) -> b
     return all(
         bool((error.sort().values <= tolerance + 4 * usual.sort().values).all())
         for error, usual, tolerance in zip(
-            errors(found), errors(expected), (FINE, COARSE), strict=True
+            errors(actual), errors(expected), (FINE, COARSE), strict=True
         )
     )
 

@@ -91,8 +91,8 @@ class Enumeration(EnumMessenger):
         :raises ValueError: if sites that depend on discrete sites have different
             scales.
         """
-        others, log_sum, scale, _ = self._contract(trace)
-        return others + scale * log_sum
+        continuous, log_sum, scale, _ = self._contract(trace)
+        return continuous + scale * log_sum
 
     def draw(self, trace: Trace) -> tuple[Weights, Tensor]:
         """Draw the discrete sites from their joint distribution given all other sites
@@ -101,7 +101,7 @@ class Enumeration(EnumMessenger):
         :return: the draws, and the log-density with them, which isn't finite if no
             values are possible. Scales count for the density, not for the draws.
         """
-        others, log_sum, scale, elimination = self._contract(trace)
+        continuous, log_sum, scale, elimination = self._contract(trace)
         indices, log_prob = elimination.draw()
         draws = {}
         nodes = Entries(trace.nodes)
@@ -113,7 +113,7 @@ class Enumeration(EnumMessenger):
             draws[name] = support[unpack(index, trace.symbol_to_dim)].expand(
                 batch_shape + support.shape[1:]
             )
-        return draws, others + scale * (log_sum + log_prob)
+        return draws, continuous + scale * (log_sum + log_prob)
 
     def random_assignment(self, trace: Trace) -> Assignment:
         """Draw values of the discrete sites, each with equal probability and apart from
@@ -133,7 +133,7 @@ class Enumeration(EnumMessenger):
         log_probs = {}
         for site in sampled(trace):
             factor = self._factor(site)
-            for symbol in [dim for dim in factor._pyro_dims if dim in indices]:
+            for symbol in filter(indices.__contains__, factor._pyro_dims):
                 factor = gather(factor, indices[symbol], symbol)
             log_probs[site["name"]] = factor.sum()
         return Assignment(draws, log_probs)
@@ -142,23 +142,23 @@ class Enumeration(EnumMessenger):
         """Sum over the discrete sites."""
         trace.symbolize_dims()
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
-        others = torch.zeros((), device="cpu")
+        continuous = torch.zeros((), device="cpu")
         factors = OrderedDict[Any, list[Any]]()  # by their plates
         scales = []
         for site in sampled(trace):
             factor = self._factor(site)
             if enumerated.isdisjoint(factor._pyro_dims):
-                others = others + (masked_log_prob(site) * site["scale"]).sum()
+                continuous = continuous + (masked_log_prob(site) * site["scale"]).sum()
                 continue
             plates = frozenset(trace.plate_to_symbol[name] for name in _plates(site))
             factors.setdefault(plates, []).append(factor)
             scales.append(site["scale"])
         elimination = _Elimination(list(trace.symbol_to_dim))
         if not factors:
-            return _Contraction(others, 0.0, 1.0, elimination)
+            return _Contraction(continuous, 0.0, 1.0, elimination)
         scale = _get_common_scale(scales)
         log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
-        return _Contraction(others, log_sum, scale, elimination)
+        return _Contraction(continuous, log_sum, scale, elimination)
 
     def _factor(self, site: Any) -> Any:
         """Return a site's unscaled log-density, packed by its plates and the discrete
@@ -177,7 +177,7 @@ class _Contraction(NamedTuple):
     over the discrete sites of the others, its scale, and the elimination.
     """
 
-    others: Tensor
+    continuous: Tensor
     log_sum: Any
     scale: Any
     elimination: _Elimination
@@ -256,8 +256,8 @@ class _Elimination(LogRing):
         indices = ByName()
         log_prob = 0.0
         for dim, table in reversed(self._tables):
-            for other in [other for other in table._pyro_dims if other in indices]:
-                table = gather(table, indices[other], other)
+            for drawn in filter(indices.__contains__, table._pyro_dims):
+                table = gather(table, indices[drawn], drawn)
             axis = table._pyro_dims.index(dim)
             # 0 would exclude a value
             uniform = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)

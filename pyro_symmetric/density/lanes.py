@@ -194,10 +194,10 @@ def _interpret(node: fx.Node, args: Args, kwargs: Entries, num_chains: int) -> A
     result = node.meta.get("val")
     by_default = _pointwise if torch.Tag.pointwise in op.tags else _mapped
     rule = RULES.get(op) or RULES.get(op.overloadpacket, by_default)
-    found = rule(Call(op, arguments, result, num_chains))
-    if not isinstance(found, Lanes) or not isinstance(result, Tensor):
-        return found
-    return Lanes(found.values.to(result.dtype).expand(*result.shape, num_chains))
+    outcome = rule(Call(op, arguments, result, num_chains))
+    if not isinstance(outcome, Lanes) or not isinstance(result, Tensor):
+        return outcome
+    return Lanes(outcome.values.to(result.dtype).expand(*result.shape, num_chains))
 
 
 # rules of operators -------------------------------------------------------------------
@@ -362,15 +362,15 @@ def _diagonal_scattered(call: Call) -> Any:
 
 def _matrix_product(call: Call) -> Any:
     """Multiply by a constant matrix in one product, and vectors term by term."""
-    left, right = call.arguments.values()
+    first, second = call.arguments.values()
     if call.op is aten.dot.default:
-        return Lanes((call.expanded(left) * call.expanded(right)).sum(0))
-    if call.op is aten.mv.default and isinstance(left, Lanes):
-        return Lanes((left.values * call.expanded(right)).sum(1))
-    if isinstance(left, Tensor):
-        return Lanes(torch.tensordot(left, right.values, 1))
-    if isinstance(right, Tensor):
-        return Lanes(torch.matmul(right.t(), left.values))
+        return Lanes((call.expanded(first) * call.expanded(second)).sum(0))
+    if call.op is aten.mv.default and isinstance(first, Lanes):
+        return Lanes((first.values * call.expanded(second)).sum(1))
+    if isinstance(first, Tensor):
+        return Lanes(torch.tensordot(first, second.values, 1))
+    if isinstance(second, Tensor):
+        return Lanes(torch.matmul(second.t(), first.values))
     return _mapped(call)
 
 
@@ -384,10 +384,10 @@ def _sum_with_product(call: Call) -> Any:
     if call.arguments["beta"] != 1 or call.arguments["alpha"] != 1:
         return _mapped(call)
     if any(isinstance(factor, Lanes) for factor in product.arguments.values()):
-        found = _matrix_product(product).values
+        term = _matrix_product(product).values
     else:
-        found = call.expanded(torch.mm(*product.arguments.values()))
-    return Lanes(found + call.expanded(call.arguments["self"]))
+        term = call.expanded(torch.mm(*product.arguments.values()))
+    return Lanes(term + call.expanded(call.arguments["self"]))
 
 
 def _checked(call: Call) -> None:

@@ -207,10 +207,10 @@ def problem_of(target: NetworkTarget) -> Problem:
     y = target.y.detach()
     net = target.model.net
     names = [name for name, _ in net.named_parameters()]
-    like = next(iter(net.parameters()))
+    weight = next(iter(net.parameters()))
     if list(target.sites)[: len(names)] != names:
         raise Unavailable("its sites and parameters are in different orders")
-    if (x.dtype, x.device) != (like.dtype, like.device):
+    if (x.dtype, x.device) != (weight.dtype, weight.device):
         raise Unavailable(f"x is {x.dtype} on {x.device}, unlike its weights")
     labels = type(likelihood) is CategoricalLikelihood
     if not labels and type(likelihood) is not GaussianLikelihood:
@@ -433,9 +433,9 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
     outputs = values[(units - classes) * T :]
     for c in range(len(w)):
         weights = w[c]
-        own = gradient[c]
+        of_chain = gradient[c]
         total = 0.0
-        own[:] = 0
+        of_chain[:] = 0
         for start in range(0, count, T):
             rows = np.uint64(min(np.int64(T), count - start))
             if batched:
@@ -450,9 +450,9 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
                 )
             else:
                 total += _squares(outputs, tile[inputs * T :], rows)
-            _backward(layers, weights, tile, values, slopes, units, ones, own)
+            _backward(layers, weights, tile, values, slopes, units, ones, of_chain)
         loss[c] = total
-        own *= scale[c]
+        of_chain *= scale[c]
 
 
 @njit(**OPTIONS)
@@ -573,11 +573,11 @@ def _add_outer(delta, m, a, n, out):
 
 
 @njit(inline="always", **OPTIONS)
-def _exp(x, like):
+def _exp(x, array):
     """Return the exponential in the precision of ``like``, of x limited to -87 and
     87.
     """
-    t = like.dtype.type
+    t = array.dtype.type
     x = t(-87) if x < t(-87) else x
     x = t(87) if x > t(87) else x
     power = np.floor(x * t(1 / math.log(2)) + t(0.5))
@@ -595,22 +595,22 @@ def _exp(x, like):
 def _activate(kind, h, slope):
     """Apply an activation to ``h`` in place, and write its slope."""
     t = h.dtype.type
-    one = t(1)
+    unit = t(1)
     gain = t(2 if kind == 2 else 1)
     size = np.uint64(len(h))
     if kind == 1:
         for j in range(size):
-            slope[j] = one if h[j] > t(0) else t(0)
+            slope[j] = unit if h[j] > t(0) else t(0)
             h[j] *= slope[j]
     elif kind == 2 or kind == 3:  # tanh(h) = 2 sigmoid(2 h) - 1
         for j in range(size):
-            sigmoid = one / (one + _exp(-gain * h[j], h))
-            slope[j] = gain * gain * sigmoid * (one - sigmoid)
-            h[j] = gain * sigmoid - (gain - one)
+            sigmoid = unit / (unit + _exp(-gain * h[j], h))
+            slope[j] = gain * gain * sigmoid * (unit - sigmoid)
+            h[j] = gain * sigmoid - (gain - unit)
     elif kind == 4:
         for j in range(size):
-            sigmoid = one / (one + _exp(-h[j], h))
-            slope[j] = sigmoid * (one + h[j] * (one - sigmoid))
+            sigmoid = unit / (unit + _exp(-h[j], h))
+            slope[j] = sigmoid * (unit + h[j] * (unit - sigmoid))
             h[j] *= sigmoid
 
 
@@ -635,7 +635,7 @@ def _cross_entropy(out, classes, labels, rows, spare):
     """Return the cross-entropy, and overwrite the outputs by its gradient."""
     top = spare[:T]
     mass = spare[T:]
-    one = out.dtype.type(1)
+    unit = out.dtype.type(1)
     total = 0.0
     top[:] = out[:T]
     mass[:] = 0
@@ -650,10 +650,10 @@ def _cross_entropy(out, classes, labels, rows, spare):
             mass[r] += out[i * T + r]
     for r in range(T):
         total += math.log(mass[r]) if r < rows else 0.0
-        mass[r] = one / mass[r] if r < rows else 0
+        mass[r] = unit / mass[r] if r < rows else 0
     for i in range(classes):
         for r in range(T):
             out[i * T + r] *= mass[r]
     for r in range(rows):
-        out[np.uint64(labels[r]) * T + r] -= one
+        out[np.uint64(labels[r]) * T + r] -= unit
     return total

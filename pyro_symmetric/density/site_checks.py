@@ -168,8 +168,8 @@ def _require_event_axes(site: Any) -> None:
     if isinstance(base_of(fn), HiddenMarkovModel):
         return  # whose event shape has 1 for any number of steps
     event_shape = tuple(fn.event_shape)
-    found = tuple(value.shape[max(value.dim() - len(event_shape), 0) :])
-    padded = (1,) * (len(event_shape) - len(found)) + found
+    lengths = tuple(value.shape[max(value.dim() - len(event_shape), 0) :])
+    padded = (1,) * (len(event_shape) - len(lengths)) + lengths
     pairs = list(zip(padded, event_shape, strict=True))
     if any(
         actual != expected and 1 in (actual, expected) for actual, expected in pairs
@@ -196,14 +196,15 @@ def check_observed(observed: Iterable[Any]) -> None:
     packages = map_values(
         lambda site: type(site["fn"]).__module__.partition(".")[0], sites
     )
-    if others := [
+    if not_tensors := [
         name
         for name in sites
         if name not in values and packages[name] in ("pyro", "torch")
     ]:
-        types = ", ".join(described(sites[name]["value"]) for name in others)
+        types = ", ".join(described(sites[name]["value"]) for name in not_tensors)
         raise ValueError(
-            f"the observed sites {others} hold {types}; pass tensors (torch.as_tensor)"
+            f"the observed sites {not_tensors} hold {types}; pass tensors "
+            "(torch.as_tensor)"
         )
     if complex_sites := [
         name for name, value in values.items() if as_tensor(value).is_complex()
@@ -387,11 +388,11 @@ def hidden_sites(run: Callable[[], Any], observed: bool = False) -> list[str]:
     """
     names = []
     process = BlockMessenger._process_message
-    around = {id(handler) for handler in _PYRO_STACK}  # the caller's, not the model's
+    outer = {id(handler) for handler in _PYRO_STACK}  # the caller's, not the model's
 
     def note(self: BlockMessenger, msg: Any) -> None:
         process(self, msg)
-        if not msg["stop"] or id(self) in around:
+        if not msg["stop"] or id(self) in outer:
             return
         if msg["type"] != "sample" or site_is_subsample(msg):
             return

@@ -101,7 +101,7 @@ class Traced:
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
-    def run(self, given: Tensors, *, drawing: bool = False) -> Trace:
+    def run(self, values: Tensors, *, drawing: bool = False) -> Trace:
         """Trace the model conditioned on values of sites, with its discrete sites
         enumerated.
 
@@ -113,7 +113,7 @@ class Traced:
             model = self.enumeration(
                 poutine.infer_config(model, config_fn=_enumerate_in_parallel)
             )
-        return poutine.trace(poutine.condition(model, data=dict(given))).get_trace(
+        return poutine.trace(poutine.condition(model, data=dict(values))).get_trace(
             *self.args, **self.kwargs
         )
 
@@ -150,17 +150,17 @@ class Traced:
             stacklevel=6,  # the caller of predict
         )
 
-    def sum_out(self, given: Tensors) -> None:
+    def sum_out(self, continuous: Tensors) -> None:
         """Sum out the discrete sites from now on.
 
-        :param given: values of the continuous sites, at which the enumerated model is
+        :param continuous: values of the continuous sites, at which the enumerated model is
             checked.
         :raises ValueError: naming a discrete site with a batch dimension outside all
             plates, or discrete sites for which the density of the enumerated model
             differs from that of the model itself.
         """
-        with _stand_ins(promoted(list(given.values()))):
-            sites = sampled(self.run(given))
+        with _stand_ins(promoted(list(continuous.values()))):
+            sites = sampled(self.run(continuous))
             self.enumeration = Enumeration(
                 sites, [site for site in sites if is_enumerated(site)]
             )
@@ -168,7 +168,7 @@ class Traced:
             refused = f"the discrete sites {names} can't be summed out:"
             try:
                 with LimitedTables():
-                    trace = self.run(given)
+                    trace = self.run(continuous)
                     self.log_prob(trace)
             # caused by enumeration: the model runs if its discrete sites are drawn
             except Exception as error:
@@ -188,12 +188,12 @@ class Traced:
             }
             for _ in range(DISCRETE_DRAWS):
                 likely, log_prob = self.enumeration.draw(trace)
-                plain = self.run({**given, **rows, **likely}, drawing=True)
+                plain = self.run({**continuous, **rows, **likely}, drawing=True)
                 agrees = _is_same_log_prob(log_prob, as_tensor(plain.log_prob_sum()))
                 # Likely values may all be alike in a plate, or those of one site weigh
                 # so much that others aren't seen.
                 values, log_probs = self.enumeration.random_assignment(trace)
-                plain = self.run({**given, **rows, **values}, drawing=True)
+                plain = self.run({**continuous, **rows, **values}, drawing=True)
                 agrees = agrees and all(
                     _is_same_log_prob(
                         site_log_prob,
@@ -277,18 +277,20 @@ class TracedTarget(Traced):
         check_observed(site for site in observed if not is_deterministic(site))
         require_declared_axes(trace.nodes.values())
         self.row_counts = _subsampled_plates(trace)
-        given = map_values(lambda site: site["value"], moved)
-        self._probes = {site: self._probe(site, value) for site, value in given.items()}
+        values = map_values(lambda site: site["value"], moved)
+        self._probes = {
+            site: self._probe(site, value) for site, value in values.items()
+        }
         for _ in range(LAYOUT_RUNS):
             self._require_same_layout(self._prior_run())
         if len(self.sites) < len(latent):
-            self.sum_out(given)
+            self.sum_out(values)
         with _stand_ins():
             require_possible_data(trace.nodes.values())
             if self.enumeration is not None:
-                self._require_same_layout(self.run(given))
+                self._require_same_layout(self.run(values))
             self.computed: Shapes = (
-                {} if self.row_counts else self._deterministic_sites(trace, given)
+                {} if self.row_counts else self._deterministic_sites(trace, values)
             )
 
     def log_joint(self, weights: Weights, rows: Tensors | None) -> Tensor:
@@ -308,19 +310,19 @@ class TracedTarget(Traced):
     def is_random(self) -> ValueError:
         """Return the error that two evaluations at one point differ, with the likely
         cause."""
-        found = (
+        reason = (
             "the model's density isn't a function of its sites: two evaluations at one "
             "point differ"
         )
         blocked = hidden_sites(self._prior_run)  # around the call, perhaps all sites
         if hidden := [name for name in blocked if name not in self.sites]:
             return ValueError(
-                f"{found}. The model draws the sites {hidden} anew each time, as "
+                f"{reason}. The model draws the sites {hidden} anew each time, as "
                 "poutine.block hides them; leave them visible (a sampler moves "
                 "continuous sites, and discrete ones are summed out)"
             )
         return ValueError(
-            f"{found}. Usual causes: dropout in train mode (call .eval()), or random "
+            f"{reason}. Usual causes: dropout in train mode (call .eval()), or random "
             "numbers drawn outside of pyro.sample"
         )
 
@@ -347,8 +349,8 @@ class TracedTarget(Traced):
 
     def _compute(self, weights: Weights) -> Weights:
         nodes: Entries = self.run(weights).nodes
-        like = first_value(weights)
-        return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
+        weight = first_value(weights)
+        return {site: nodes[site]["value"].to(weight.dtype) for site in self.computed}
 
     def prior_weights(self, num_chains: int) -> Weights:
         # Many distributions can't be sampled inside vmap. This loop takes milliseconds,
@@ -371,14 +373,14 @@ class TracedTarget(Traced):
                 *self.args, **self.kwargs
             )
 
-    def _probe(self, site: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _probe(self, site: str, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return unconstrained values of a site, and their images in its support."""
         transform = transform_of(site, self.sites[site])
-        shape = Size(transform.inverse_shape(like.shape))
+        shape = Size(transform.inverse_shape(value.shape))
         probe = (
             torch.linspace(-1.5, 1.5, shape.numel(), device="cpu")
             .reshape(shape)
-            .to(like)
+            .to(value)
         )
         return probe, transform(probe)
 
@@ -411,7 +413,9 @@ class TracedTarget(Traced):
                     "times the bound"
                 )
 
-    def _deterministic_sites(self, trace: Trace, given: Weights) -> dict[str, Size]:
+    def _deterministic_sites(
+        self, trace: Trace, continuous: Weights
+    ) -> dict[str, Size]:
         """Return the shapes of the deterministic sites, without complex ones and, with
         a warning, without those that depend on discrete sites, which have no single
         value once these are summed out."""
@@ -422,9 +426,9 @@ class TracedTarget(Traced):
         }
         if self.enumeration is None or not shapes:
             return shapes
-        runs = [self.run(given, drawing=True) for _ in range(DISCRETE_DRAWS)]
+        runs = [self.run(continuous, drawing=True) for _ in range(DISCRETE_DRAWS)]
         drawn = list(map(deterministic_values, runs))
-        enumerated = deterministic_values(self.run(given))
+        enumerated = deterministic_values(self.run(continuous))
         unclear = [
             name
             for name in shapes
@@ -564,13 +568,15 @@ def _is_same_log_prob(log_prob: Tensor, expected: Tensor) -> bool:
     return not is_possible or _is_close(log_prob, expected)
 
 
-def _is_close(value: Any, other: Any) -> bool:
+def _is_close(value: Any, expected: Any) -> bool:
     """Return whether two values agree but for rounding; NaN agrees with NaN."""
     value = as_tensor(value)
-    other = as_tensor(other)
-    same_shape = value.shape == other.shape
+    expected = as_tensor(expected)
+    same_shape = value.shape == expected.shape
     return same_shape and bool(
-        torch.isclose(value.double(), other.double(), 1e-4, 1e-6, equal_nan=True).all()
+        torch.isclose(
+            value.double(), expected.double(), 1e-4, 1e-6, equal_nan=True
+        ).all()
     )
 
 

@@ -397,9 +397,9 @@ def _instructions(code: types.CodeType) -> Iterable[Any]:
     """Yield the instructions of code with the constants, names and places that they
     refer to, whatever its lines.
     """
-    kept = [op for op in dis.get_instructions(code) if op.opname not in SILENT]
-    offsets = [op.offset for op in kept]
-    for op in kept:
+    operations = [op for op in dis.get_instructions(code) if op.opname not in SILENT]
+    offsets = [op.offset for op in operations]
+    for op in operations:
         if op.opcode in dis.hasjrel or op.opcode in dis.hasjabs:
             yield op.opname, bisect.bisect_left(offsets, op.argval)
         elif op.opcode in dis.hasconst or op.opcode in dis.hasname:

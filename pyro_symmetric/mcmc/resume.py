@@ -166,8 +166,8 @@ def require_same_energies(
     """
     current = energies(density, z)
     close = ((stored - current).abs() <= tolerance) | ~stored.isfinite()
-    same = close & (stored.isfinite() == current.isfinite())
-    if not same.all():
+    agrees = close & (stored.isfinite() == current.isfinite())
+    if not agrees.all():
         raise _other_run(settings, [OTHER_MODEL])
 
 

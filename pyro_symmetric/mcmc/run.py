@@ -431,12 +431,12 @@ def run(
                     f"interrupted after {run_state.iteration} of "
                     f"{run_state.num_warmup} iterations of warm-up"
                 )
-                kept = (
+                advice = (
                     f"; they are kept in {store}, and the same call resumes there"
                     if store
                     else ""
                 )
-                raise KeyboardInterrupt(f"{when}{kept}") from None
+                raise KeyboardInterrupt(f"{when}{advice}") from None
         return recorder.draws(
             min(num_samples, run_state.draws), metadata(settings, density, run_state)
         )
@@ -780,8 +780,8 @@ def _draw_starts(
     z = density.unconstrain(weights).expand(count, density.dim)
     checked = z.isfinite().all(-1) | isinstance(initial, Mapping)
     for site, value in density.layout.constrain(z[checked]).items():
-        given = weights[site].to(value).expand(count, *value.shape[1:])[checked]
-        if not ((value - given).abs() <= ROUNDING * (1 + given.abs())).all():
+        wanted = weights[site].to(value).expand(count, *value.shape[1:])[checked]
+        if not ((value - wanted).abs() <= ROUNDING * (1 + wanted.abs())).all():
             raise ValueError(
                 "no chain can start at initial: outside of its support, or not "
                 f"finite, is {site!r}"

@@ -260,10 +260,10 @@ def acceptance(rates: Tensor) -> Check:
     finding = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
     if stuck := (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist():
         finding = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {finding}"
-    some = 0 < len(stuck) < len(by_chain)
+    others_move = 0 < len(stuck) < len(by_chain)
     advice = (
         "start them elsewhere (initial=), or leave them out by posterior.select; "
-        * some
+        * others_move
     )
     advice += "use a smaller step_size, a longer warm-up or dtype=torch.float64"
     # fewer only warn
@@ -303,8 +303,8 @@ def temperature(
     off = abs(mean - 1)
     finding = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
     if margin > TEMPERATURE[1] and off <= margin:
-        more = "more draws (diagnose looks at num_draws= of them) would tell"
-        return Check(name, "unknown", f"{finding}: {more}", mean)
+        hint = "more draws (diagnose looks at num_draws= of them) would tell"
+        return Check(name, "unknown", f"{finding}: {hint}", mean)
     if off <= max(margin, TEMPERATURE[0]):
         return Check(name, "pass", finding, mean)
     if not arrived:

@@ -133,18 +133,18 @@ class Posterior:
         arguments.weights("samples", self.samples)
         first = next(iter(self.samples))
         shape = self.samples[first].shape[:2]
-        for argument, more in (("samples", ", ..."), ("statistics", "")):
+        for argument, site_axes in (("samples", ", ..."), ("statistics", "")):
             for name, value in getattr(self, argument).items():
                 if (
                     not isinstance(value, Tensor)
                     or value.is_complex()
                     or value.shape[:2] != shape
                     or len(shape) < 2
-                    or (not more and value.dim() > 2)
+                    or (not site_axes and value.dim() > 2)
                 ):
                     raise ValueError(
                         f"{argument}[{name!r}] is {described(value)}; it must be real, "
-                        f"(chains, draws{more}), and samples[{first!r}] has "
+                        f"(chains, draws{site_axes}), and samples[{first!r}] has "
                         f"{tuple(shape)}"
                     )
 
@@ -376,13 +376,13 @@ class Posterior:
             "the result of function", function(self._latent(), *args, **kwargs)
         )
         batch = Size([self.num_chains, self.num_samples])
-        if other := {
+        if misfits := {
             site: tuple(value.shape)
             for site, value in weights.items()
             if value.shape[:2] != batch
         }:
             raise ValueError(
-                f"function returned {other}; they must begin with the chains and "
+                f"function returned {misfits}; they must begin with the chains and "
                 f"draws, {tuple(batch)}"
             )
         return replace(self, samples=dict(weights))
@@ -454,12 +454,12 @@ class Posterior:
             f"  {site:<{width}}  {tuple(shape)}"
             for site, shape in self.site_shapes.items()
         ]
-        more = {
+        remarks = {
             "chosen": self.metadata.get("chosen"),
             "statistics": ", ".join(self.statistics),
         }
         return "\n".join(
-            [*lines, *(f"  {name}: {text}" for name, text in more.items() if text)]
+            [*lines, *(f"  {name}: {text}" for name, text in remarks.items() if text)]
         )
 
     def plot(self, site: str, ax: Any = None, symmetry: Any = None) -> Any:
@@ -483,8 +483,8 @@ class Posterior:
         """Count the draws in words, such as ``4 chains of 100 draws``."""
         chains = self.kind == "chains"
         unit = f"{self.num_chains} {'chain' if chains else 'row'}{'s' * (self.num_chains != 1)} of "
-        alone = self.num_chains == 1 and not chains
-        return f"{unit * (not alone)}{self.num_samples} {'' if chains else 'independent '}draws"
+        one_row = self.num_chains == 1 and not chains
+        return f"{unit * (not one_row)}{self.num_samples} {'' if chains else 'independent '}draws"
 
     # the store ------------------------------------------------------------------------
 
@@ -616,14 +616,14 @@ def chains_of(
     return chains
 
 
-def as_given(given: Any, moved: Weights) -> Any:
+def as_given(draws: Any, moved: Weights) -> Any:
     """Return moved samples ``(samples, *site_shape)`` in the form that was given to
     :func:`samples_of`.
     """
-    if not isinstance(given, Posterior):
+    if not isinstance(draws, Posterior):
         return moved
-    batch = (given.num_chains, given.num_samples)
-    return given.map(
+    batch = (draws.num_chains, draws.num_samples)
+    return draws.map(
         lambda _: map_values(lambda value: value.unflatten(0, batch), moved)
     )
 
@@ -632,10 +632,10 @@ def _require_shapes(
     weights: Tensors, name: str, shapes: Shapes | None, leading: Names
 ) -> None:
     for site, shape in keep_names(shapes or {}, weights).items():
-        given = tuple(weights[site].shape)
-        if len(given) != len(leading) + len(shape):
+        found_shape = tuple(weights[site].shape)
+        if len(found_shape) != len(leading) + len(shape):
             raise ValueError(
-                f"{name}[{site!r}] has shape {given}; it must be "
+                f"{name}[{site!r}] has shape {found_shape}; it must be "
                 f"({', '.join(map(str, (*leading, *shape)))}), or pass "
                 "a Posterior, which says what its axes are"
             )

@@ -223,7 +223,7 @@ class NetworkPredictor:
         args: Args,
         kwargs: Entries,
         kind: str,
-        given: Tensors,
+        draws: Tensors,
     ):
         bare = not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
@@ -252,15 +252,15 @@ class NetworkPredictor:
         tensors = parameters | dict(net.named_buffers())
         # A posterior may lack frozen parameters, and hold running statistics.
         trained = [name for name, value in parameters.items() if value.requires_grad]
-        needed = {*(trained or parameters), *given}
+        needed = {*(trained or parameters), *draws}
         self.site_shapes = shapes_of(keep_names(tensors, needed))
         self.latents: list[str] = []
         if not bare and kind in ("samples", "log_likelihood"):
             self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
             self.latents = [site for site in self.site_shapes if site not in tensors]
-        like = first_value(parameters)
-        self.device: torch.device | None = like.device
-        self.dtype: Dtype = like.dtype
+        parameter = first_value(parameters)
+        self.device: torch.device | None = parameter.device
+        self.dtype: Dtype = parameter.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
         widest = max(
             (value.shape[0] for value in parameters.values() if value.dim()), default=1
@@ -305,10 +305,10 @@ class TracedPredictor(Traced):
         args: Args,
         kwargs: Entries,
         kind: str,
-        given: Tensors,
+        draws: Tensors,
         device: Device,
     ):
-        self.dtype = promoted(list(given.values()))
+        self.dtype = promoted(list(draws.values()))
         self.kind = kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
         inputs = [
@@ -334,12 +334,12 @@ class TracedPredictor(Traced):
             site["name"]: site for site in sampled(trace) if not is_deterministic(site)
         }
         self.site_shapes = {
-            name: site["value"].shape for name, site in random.items() if name in given
+            name: site["value"].shape for name, site in random.items() if name in draws
         }
         if not self.site_shapes:
             latent = sorted(n for n, site in random.items() if not site["is_observed"])
             raise ValueError(
-                f"the model has none of the sites {sorted(given)}; its latent sites "
+                f"the model has none of the sites {sorted(draws)}; its latent sites "
                 f"are {latent}"
             )
         drawn = drop_names(random, self.site_shapes)
@@ -347,9 +347,9 @@ class TracedPredictor(Traced):
         self._last = next(reversed(drawn), None)
         _require_whole_plates(trace, drawn.values())
         if kind in ("discrete", "log_likelihood"):
-            self._require_given(drawn, given)
+            self._require_given(drawn, draws)
 
-    def _require_given(self, drawn: Values, given: Tensors) -> None:
+    def _require_given(self, drawn: Values, draws: Tensors) -> None:
         """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``,
         enumerated ones.
         """
@@ -370,7 +370,7 @@ class TracedPredictor(Traced):
                     "draw, or no data"
                 )
             draw = {
-                n: given[n].reshape(-1, *shape)[0].to(self.device)
+                n: draws[n].reshape(-1, *shape)[0].to(self.device)
                 for n, shape in self.site_shapes.items()
             }
             self.sum_out(draw)
@@ -448,9 +448,9 @@ class _Targets(Messenger):
     :param last: the last site that the posterior lacks; no mean depends on its value.
     """
 
-    def __init__(self, given: Tensors, kind: str, last: str | None):
+    def __init__(self, draws: Tensors, kind: str, last: str | None):
         super().__init__()
-        self.given = given
+        self.given = draws
         self.kind = kind
         self.last = last
         self.values: Weights = {}

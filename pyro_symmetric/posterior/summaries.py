@@ -56,10 +56,10 @@ class Summary(pd.DataFrame):
         for site, draws in samples.items():
             if draws.numel() and draws.shape[2:].numel() <= MAX_ENTRIES_SHOWN:
                 rows |= _entry_rows(site, draws, (0.5, low, high), sites.get(site))
-        found = cls.from_dict(
+        frame = cls.from_dict(
             rows, orient="index", columns=heads + ["n_eff", "r_hat"] * chains
         )
-        result = cls(found)
+        result = cls(frame)
         result.sites = sites
         result.lead = lead
         result.counted = end

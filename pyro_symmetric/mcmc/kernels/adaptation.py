@@ -403,8 +403,8 @@ class MassEstimate:
         delta = z - self.mean
         # The squares of these rows sum to the scatter about the final means.
         rows = (delta * ((count - 1) / count) ** 0.5).to(self.scatter)
-        more = rows.square().sum(0) if self.scatter.dim() == 1 else rows.mT @ rows
-        return MassEstimate(self.mean + delta / count, self.scatter + more, count)
+        squares = rows.square().sum(0) if self.scatter.dim() == 1 else rows.mT @ rows
+        return MassEstimate(self.mean + delta / count, self.scatter + squares, count)
 
     def mass(self) -> Mass:
         """Return the shrunk mass matrix; the identity for fewer than two draws per
@@ -471,7 +471,7 @@ class Agreement:
         if iteration % self.stride:
             return self
         full = len(self.kept) == DRAWS
-        stride, kept = (
+        stride, history = (
             (2 * self.stride, self.kept[::2]) if full else (self.stride, self.kept)
         )
         levels = [
@@ -480,7 +480,8 @@ class Agreement:
         ]
         positions = z[:, :: -(-z.shape[1] // COORDINATES)]
         return Agreement(
-            stride, (*kept, torch.cat([positions, torch.stack(levels, 1)], 1)[:CHAINS])
+            stride,
+            (*history, torch.cat([positions, torch.stack(levels, 1)], 1)[:CHAINS]),
         )
 
     def r_hat(self) -> float:

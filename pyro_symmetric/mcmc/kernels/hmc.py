@@ -222,22 +222,26 @@ class TrajectoryLength:
         """
         sums = self.curve[:2]
         counts = self.curve[2]
-        tried = counts > 1
+        is_known = counts > 1
         bins = torch.arange(BINS, device=counts.device)
         edges = (
             SHORTEST
             * 2
             ** (torch.arange(BINS + 1, device=counts.device) / BINS_PER_OCTAVE).double()
         )
-        next_tried = torch.where(tried, bins, BINS - 1).flip(0).cummin(0).values.flip(0)
+        next_tried = (
+            torch.where(is_known, bins, BINS - 1).flip(0).cummin(0).values.flip(0)
+        )
         means = (sums / counts)[:, next_tried]
-        largest = torch.where(tried, means[0], 0.0).max()
+        largest = torch.where(is_known, means[0], 0.0).max()
         square, time = (means * edges.diff()).cumsum(1) / edges[1:]
         efficiency = torch.where(
-            tried & (largest > 0), square / ((2 * largest - square) * time), -torch.inf
+            is_known & (largest > 0),
+            square / ((2 * largest - square) * time),
+            -torch.inf,
         )
         return torch.where(
-            tried.any(), edges[1:][efficiency.argmax()].log(), self.log_length
+            is_known.any(), edges[1:][efficiency.argmax()].log(), self.log_length
         )
 
     def update(self, highest: Tensor) -> TrajectoryLength:

@@ -265,12 +265,12 @@ class _Forest:
         """Drop finished chains from the batch and from ``grown``; return whether any is
         unfinished, and the rest of ``grown``.
         """
-        left = int(self.growing.sum())
+        unfinished = int(self.growing.sum())
         total = len(self.growing)
-        if left in (0, total) or self.fixed_batch:
-            return left > 0, grown
+        if unfinished in (0, total) or self.fixed_batch:
+            return unfinished > 0, grown
         order = (~self.growing).byte().argsort(stable=True)
-        stay, done = order.split([left, total - left])
+        stay, done = order.split([unfinished, total - unfinished])
         self.finished.append(_select(self.tree, done))
         self.tree = _select(self.tree, stay)
         self.growing = self.growing[stay]
@@ -350,18 +350,18 @@ def _complete(
     return _Grown(branch, {level: span, **higher}, turns)
 
 
-def _pair_turns(half: _Span, other: _Span, leaf: _Span) -> Tensor:
+def _pair_turns(half: _Span, next_half: _Span, leaf: _Span) -> Tensor:
     """Return whether two neighbouring subtrees turn together, ``(A,)``; the second ends
     at the last leaf.
     """
     total = leaf.after_first - half.before_first
-    if other is leaf:
+    if next_half is leaf:
         return _is_turning(half.first, leaf.last, total)
     first = torch.stack([half.first, half.first, half.last])
-    last = torch.stack([leaf.last, other.first, leaf.last])
-    left = other.after_first - half.before_first
-    right = leaf.after_first - half.before_last
-    return _is_turning(first, last, torch.stack([total, left, right])).any(0)
+    last = torch.stack([leaf.last, next_half.first, leaf.last])
+    to_middle = next_half.after_first - half.before_first
+    from_middle = leaf.after_first - half.before_last
+    return _is_turning(first, last, torch.stack([total, to_middle, from_middle])).any(0)
 
 
 def _leaf_span(branch: _Branch, mass: Mass) -> _Span:
@@ -402,11 +402,13 @@ def _add_fused(
     first, start, _, last, before_last = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
-    left = torch.where(lowest, total, spans[:, :-1, 2]) - start
-    right = total - before_last
+    to_middle = torch.where(lowest, total, spans[:, :-1, 2]) - start
+    from_middle = total - before_last
     turning = _is_turning(first, velocity, total - start)
     turning = (
-        turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
+        turning
+        | _is_turning(first, middle, to_middle)
+        | _is_turning(last, velocity, from_middle)
     )
     stopped = (turning & (number < level)).any(1, keepdim=True)
     branch = branch._replace(step=branch.step.masked_fill(stopped, 0.0))

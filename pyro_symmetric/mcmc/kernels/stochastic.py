@@ -247,13 +247,13 @@ class SGLD(Kernel):
         window = window.update(state.z)
         if iteration + 1 not in ends:
             return tuned(state, estimate=window)
-        others = len(state.z) - 1
+        num_others = len(state.z) - 1
         state = tuned(
             state,
             preconditioner=window.mass().variance,
             estimate=MassEstimate.start(state.z),
-            centre=(window.mean.sum(0) - window.mean) / others
-            if others
+            centre=(window.mean.sum(0) - window.mean) / num_others
+            if num_others
             else state.tuning.centre,
             curvature=CurvatureEstimate.start(state.z, state.generator),
         )
@@ -511,8 +511,8 @@ class CurvatureEstimate:
         usable = torch.isfinite(curvature) & (curvature > 0)
         noise = torch.zeros_like(z[0])
         if rows is not None:
-            others = mini_batches(density.row_counts, len(z), generator)
-            change = gradient - density.energy_and_gradient(z, others)[1]
+            new_rows = mini_batches(density.row_counts, len(z), generator)
+            change = gradient - density.energy_and_gradient(z, new_rows)[1]
             noise = (
                 (scale * change).square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)
             )
