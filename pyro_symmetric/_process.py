@@ -27,8 +27,6 @@ import torch
 from torch import Generator
 from torch.utils import _pytree as pytree
 
-from pyro_symmetric.arguments import Dtype
-
 # Held while global state is changed, and while a Pyro model runs: Pyro's stack of
 # handlers is global, too.
 LOCK: Any = threading.RLock()
@@ -51,7 +49,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def running_pyro(dtype: Dtype = None) -> Iterator[None]:
+def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
     """Run a Pyro model exclusively and without validation, which
     :func:`torch.func.vmap` can't trace.
 

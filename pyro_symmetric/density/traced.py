@@ -153,8 +153,8 @@ class Traced:
     def sum_out(self, continuous: Tensors) -> None:
         """Sum out the discrete sites from now on.
 
-        :param continuous: values of the continuous sites, at which the enumerated model is
-            checked.
+        :param continuous: values of the continuous sites, at which the enumerated
+            model is checked.
         :raises ValueError: naming a discrete site with a batch dimension outside all
             plates, or discrete sites for which the density of the enumerated model
             differs from that of the model itself.

@@ -91,9 +91,11 @@ def run_tasks(
             future.cancel()
         torch.set_num_threads(threads)  # one of its settings is the whole process's
     if not done:
-        advice = f". What is done is kept in {store}; the same call resumes there"
+        advice = ""
+        if store is not None:
+            advice = f". What is done is kept in {store}; the same call resumes there"
         raise KeyboardInterrupt(
-            f"interrupted before any of {len(tasks)} tasks had finished{advice if store else ''}"
+            f"interrupted before any of {len(tasks)} tasks had finished{advice}"
         )
     posterior = Posterior.concat(done)
     metadata = posterior.metadata
