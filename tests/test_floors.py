@@ -33,7 +33,8 @@ FLOORS = [
 # Floors inside a room, likewise.
 INSIDE = {
     "density": [
-        ["enumeration", "site_checks", "special_functions"],
+        ["site_checks", "special_functions"],
+        ["enumeration"],
         ["traced"],
         ["eager"],
         ["lanes", "layers"],
