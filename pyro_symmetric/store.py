@@ -4,7 +4,7 @@ at any time.
 The folder of a run or of a saved posterior is a Zarr group (version 3), which ArviZ
 opens by ``xarray.open_datatree(folder, engine="zarr")``::
 
-    zarr.json                        the group; metadata as attributes
+    zarr.json                        the group and its arrays; metadata as attributes
     posterior/<site>/c/0/0           all draws of a site, one chunk, draws first
     sample_stats/<name>/c/0/0        all draws of a statistic, likewise
     checkpoint.safetensors           the number of valid draws, their checksums, and
@@ -326,7 +326,7 @@ class Recorder:
         # closing isn't enough if a forked process shares it
         stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         # of a process that was killed in a commit
-        for stale in folder.glob(f".{CHECKPOINT}.*.tmp"):
+        for stale in folder.glob(".*.tmp"):
             stale.unlink()
         if (folder / CHECKPOINT).exists():
             self.last = Checkpoint.read(folder)
@@ -339,21 +339,18 @@ class Recorder:
         are written again.
         """
         written, _, waiting = self._progress
-        ready = waiting[: max(0, until - written)]
-        later = waiting[max(0, until - written) :]
-        if ready:
-            parts = [
-                {
-                    n: torch.stack([draw[k][n] for draw in ready]).cpu()
-                    for n in ready[0][k]
-                }
-                for k in (0, 1)
-            ]
-            arrays = self._put(parts, written)
-            self.diverged += (
-                int(parts[1]["diverging"].sum()) if "diverging" in parts[1] else 0
-            )
-            self._progress = (written + len(ready), arrays, later)
+        count = min(len(waiting), max(0, until - written))
+        if not count:
+            return
+        parts = []
+        for k in (0, 1):
+            draws = [draw[k] for draw in waiting[:count]]
+            names = draws[0]
+            parts.append({n: torch.stack([d[n] for d in draws]).cpu() for n in names})
+        arrays = self._put(parts, written)
+        if "diverging" in parts[1]:
+            self.diverged += int(parts[1]["diverging"].sum())
+        self._progress = (written + count, arrays, waiting[count:])
 
     def _put(self, parts: list[ByName], begin: int) -> tuple[Array, ...]:
         """Put samples and statistics ``(draws, chains, ...)`` in memory or in files;
@@ -419,30 +416,19 @@ class Recorder:
         return file
 
     def _write_zarr_metadata(self, folder: Path, checkpoint: Checkpoint) -> None:
-        """Write a ``zarr.json`` for each group and array."""
+        """Write the ``zarr.json`` that describes the group and all of its arrays."""
         group = {"zarr_format": 3, "node_type": "group"}
-        nodes: dict[str, Entries] = {
-            name: {**group, "attributes": {}} for name in GROUPS
-        }
+        nodes: Entries = {name: {**group, "attributes": {}} for name in GROUPS}
         for array, file in zip(checkpoint.arrays, self._files, strict=True):
-            nodes[array.path] = array.zarr(
-                checkpoint.draws, os.fstat(file).st_size // max(1, array.size) or 1
-            )
+            room = os.fstat(file).st_size // max(1, array.size) or 1
+            nodes[array.path] = array.zarr(checkpoint.draws, room)
         attributes = {
             "inference_library": "pyro_symmetric",
             "metadata": json.dumps(checkpoint.metadata),
         }
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
         root = {**group, "attributes": attributes, "consolidated_metadata": inline}
-        for node_path, node in {**nodes, ".": root}.items():
-            path, temporary = (
-                folder / node_path / name for name in ("zarr.json", ".zarr.json.tmp")
-            )
-            path.parent.mkdir(exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            with open(temporary, "x") as text:
-                json.dump(node, text)
-            os.replace(temporary, path)
+        write_whole(folder / "zarr.json", json.dumps(root).encode())
 
     @contextlib.contextmanager
     def _reporting(self, folder: Path) -> Iterator[None]:
