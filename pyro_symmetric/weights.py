@@ -12,8 +12,8 @@ vector always comes with its :class:`Layout`, which is keyed by site name.
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar
@@ -181,20 +181,15 @@ def require_same_network(
     parameters = [
         site.split(".") for site in site_shapes if not is_running_statistic(site)
     ]
-    levels = zip(*(parts[:-1] for parts in parameters), strict=False)
-    root = [
-        level[0]
-        for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)
-    ]
+    paths = [parts[:-1] for parts in parameters]
+    root = os.path.commonprefix(paths)  # noqa: RUF071 (of lists)
     kinds = {parts[-1] for parts in parameters}
-    strangers = [site for site in sites if site not in site_shapes]
-    unknown = [
-        s
-        for s in strangers
-        if "." in s
-        and s.split(".")[: len(root)] == root
-        and s.rpartition(".")[2] in kinds
-    ]
+    unknown = []
+    for site in sites:
+        *path, kind = site.split(".")
+        is_of_network = path and path[: len(root)] == root
+        if site not in site_shapes and is_of_network and kind in kinds:
+            unknown.append(site)
     if unknown:
         raise ValueError(
             f"{name} holds the parameters {unknown}, which the symmetry doesn't know: "
