@@ -87,26 +87,22 @@ def log_joint(model: Model, *args: Any, **kwargs: Any) -> Callable[[Weights], Te
             site: weights[site].to(density.device).reshape(-1, *shape)
             for site, shape in shapes.items()
         }
-        rows = len(flat[next(iter(shapes))])
-        is_possible = torch.ones(rows, dtype=torch.bool, device=density.device)
+        is_possible = torch.ones(batch.numel(), dtype=torch.bool, device=density.device)
         is_nan = torch.zeros_like(is_possible)
         for site, value in flat.items():
             inside = in_support(density.target.sites[site], value.nan_to_num(nan=0.0))
-            is_possible = is_possible & inside.reshape(rows, -1).all(-1)
-            is_nan = is_nan | value.isnan().reshape(rows, -1).any(-1)
+            is_possible = is_possible & inside.reshape(len(value), -1).all(-1)
+            is_nan = is_nan | value.isnan().reshape(len(value), -1).any(-1)
+        is_usable = is_possible & ~is_nan
         # A distribution may fail outside of its support, or give a finite density.
-        possible = {
-            site: torch.where(
-                (is_possible & ~is_nan).reshape(-1, *[1] * len(shape)),
-                flat[site],
-                inner[site].to(flat[site]),
-            )
-            for site, shape in shapes.items()
-        }
+        possible = {}
+        for site, value in flat.items():
+            rows = is_usable.reshape(-1, *[1] * len(shapes[site]))
+            possible[site] = torch.where(rows, value, inner[site].to(value))
         values = density.target.log_joint(possible, None)
         outside = torch.where(is_nan, torch.nan, -torch.inf).to(values)
-        log_probs = torch.where(is_possible & ~is_nan, values, outside)
-        return log_probs.reshape(batch).to(weights[next(iter(shapes))].device)
+        log_probs = torch.where(is_usable, values, outside).reshape(batch)
+        return log_probs.to(weights[next(iter(shapes))].device)
 
     return log_density
 
