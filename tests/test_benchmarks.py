@@ -25,6 +25,7 @@ EXPERIMENTS = {
         )
     },
     "experiments.beyond.little_data": [],
+    "experiments.beyond.transformer_barrier": [],
     "experiments.laurent_2024.two_blobs": ["--networks", "300"],
     "experiments.laurent_2024.two_circles": [],
     "experiments.laurent_2024.functional_collapse": [],
