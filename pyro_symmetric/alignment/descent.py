@@ -760,8 +760,7 @@ def best_of_all(descent: Descent, most_entries: float) -> Optimum | None:
     if cover is None:
         return None
     family = [name for root in cover for name in descent.group.family(root)]
-    others = [name for name in descent.group.units if name not in family]
-    covered = descent.group.without(others)
+    covered = descent.group.only(family)
     count = round(math.exp(log_count(covered)))
     if cover and count * descent.entries > most_entries:
         return None

@@ -35,7 +35,7 @@ def reshape(element: Element, shape: Sequence[int]) -> Element:
 def put(element: Element, rows: Tensor, new: Element) -> Element:
     """Replace some elements of a batch ``(B,)``."""
     return element.changed(
-        lambda move, value: value.index_copy(0, rows, new.numbers[move]),
+        lambda move, value: value.index_copy(0, rows, new.numbers[move].to(value)),
         element.batch_shape,
     )
 

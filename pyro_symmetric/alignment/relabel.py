@@ -135,8 +135,8 @@ def _of_components(group: Group, count: int) -> Group:
     components.
     """
     permutations = group.permutations
-    others = [name for name, size in permutations.factors.items() if size != count]
-    return permutations.without(others)
+    sizes = permutations.factors
+    return permutations.only([name for name in sizes if sizes[name] == count])
 
 
 def _relabelled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:

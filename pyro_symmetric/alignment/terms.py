@@ -39,8 +39,7 @@ class Term:
 @lru_cache(maxsize=4096)
 def family_of(group: Group, root: str) -> Group:
     """Return the group of some units and all inside them alone."""
-    family = group.family(root)
-    return group.without([name for name in group.units if name not in family])
+    return group.only(group.family(root))
 
 
 @lru_cache(maxsize=4096)

@@ -37,8 +37,7 @@ class Uncertain(NamedTuple):
 
     def in_words(self, group: Group) -> str:
         """Describe what is uncertain, and in how many draws."""
-        others = [name for name in group.units if name != self.units]
-        words = moves_in_words(group.without(others).restricted(self.move))
+        words = moves_in_words(group.only([self.units]).restricted(self.move))
         if self.share is None:
             return f"{words}, as fewer than {FEW} draws tell nothing"
         deed = "two may as well swap" if self.move == "permute" else "one may change"
@@ -61,9 +60,8 @@ def uncertain_labels(aligned: Posterior, group: Group) -> list[Uncertain]:
         moves = (*moves, "rotate")
     for move in moves:
         for name in group.names(move):
-            others = [other for other in group.names(move) if other != name]
-            alone = group.restricted(move).without(others, move)
-            share = uncertain_share(samples, alone, CERTAIN_ODDS, [move])
+            units = group.restricted(move).only([name])
+            share = uncertain_share(samples, units, CERTAIN_ODDS, [move])
             if few or share > MOST_UNCERTAIN:
                 uncertain.append(Uncertain(name, move, None if few else share))
     return uncertain

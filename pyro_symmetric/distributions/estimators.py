@@ -16,7 +16,7 @@ weights* the mean over ``K + 1`` proposals, without the identity, estimates
 inference (Sobolev & Vetrov 2019, arXiv 1905.03290).
 
 :class:`InfoNCE` proposes uniformly, :class:`SinkhornImportance` by matching units
-(:mod:`~pyro_symmetric.distributions.matching`); :class:`ExactOrbit` sums over all
+(:mod:`~pyro_symmetric.distributions.proposals`); :class:`ExactOrbit` sums over all
 elements.
 """
 
@@ -36,11 +36,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Names
-from pyro_symmetric.distributions.matching import (
+from pyro_symmetric.distributions.proposals import propose
+from pyro_symmetric.distributions.random_matchings import sum_over_signs
+from pyro_symmetric.distributions.unit_densities import (
     UnitDensities,
     mean_field_moments,
-    propose,
-    sum_over_signs,
     unit_blocks,
     unit_sets,
 )
@@ -460,8 +460,7 @@ def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
     """
     summed: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
-        alone = group.without(other for other in group.units if other != name)
-        one = unit_sets(alone, group.site_shapes).get(name)
+        one = unit_sets(group.only([name]), tuple(group.site_shapes)).get(name)
         sites = (
             {axis.site for axis in one.exclusive}
             if one and one.matched and not one.shared
@@ -477,10 +476,7 @@ def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
             and all(map(sites.isdisjoint, summed.values()))
         ):
             summed[name] = sites
-    rest = [name for name in group.units if name not in summed]
-    return group.without(rest) if rest else group, group.without(
-        summed
-    ) if summed else group
+    return group.only(summed), group.without(summed)
 
 
 def log_permanent(densities: Tensor) -> Tensor:

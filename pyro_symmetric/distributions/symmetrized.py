@@ -163,10 +163,6 @@ class Symmetrized(TorchDistribution):
         with torch.no_grad():
             return self._move(self.base_distribution.sample(torch.Size(sample_shape)))
 
-    def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Draw without gradient, as :meth:`sample`."""
-        return self.sample(sample_shape)
-
     def _move(self, base: Tensor) -> Tensor:
         """Move draws of the base by uniform elements, and remember them."""
         group = self.estimator.averaged(self.base_distribution, self.action)
@@ -331,8 +327,8 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
     """
     if action.nonlinear_sites:
         raise NotImplementedError(
-            f"the group mixes coordinates of {action.nonlinear_sites}: average "
-            "sample_orbit's"
+            f"the group mixes coordinates of {action.nonlinear_sites}: average draws "
+            "of sample()"
         )
     both = torch.cat([values, -values if signed else values], -1)
     orbit = _signed_orbits(action).to(values.device)

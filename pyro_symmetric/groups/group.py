@@ -559,6 +559,10 @@ class Group:
         ]
         return self._checked(pruned(units), self.site_shapes, self._runs)
 
+    def only(self, names: Collection[str]) -> Group:
+        """Drop all units but some."""
+        return self.without(name for name in self.units if name not in names)
+
     def without_buffers(self, buffers: Collection[str] | None = None) -> Group:
         """Restrict the action to parameters; buffers (running statistics) stay.
 

@@ -41,8 +41,8 @@ from pyro_symmetric.discovery.model_carried import (
 )
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
-from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
+from pyro_symmetric.distributions.unit_densities import mean_field_moments
 from pyro_symmetric.groups import Action, Element, Group, group_of
 from pyro_symmetric.weights import (
     Shapes,

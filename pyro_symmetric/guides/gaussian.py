@@ -27,8 +27,8 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.moments import to_gaussian
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.distributions.matching import unit_sets
 from pyro_symmetric.distributions.unit_blocks import in_blocks
+from pyro_symmetric.distributions.unit_densities import unit_sets
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.groups.units import rows
 from pyro_symmetric.guides.base import (
@@ -180,7 +180,7 @@ def unit_positions(action: Action) -> list[Tensor]:
     """
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     view = action.group.viewed(drop_names(numbers, action.nonlinear_sites))
-    sets = unit_sets(action.group, view)
+    sets = unit_sets(action.group, tuple(view))
     axes = [
         (name, axis)
         for name, one in sets.items()

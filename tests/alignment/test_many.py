@@ -55,6 +55,17 @@ def test_scattered_copies_come_into_one_frame(group):
     torch.testing.assert_close(frame.cost, squared_distance(frame.aligned, mean, 1))
 
 
+def test_scattered_copies_with_signs_come_into_one_frame_by_trying_all():
+    """Units along both axes of one matrix, few enough that all elements are tried."""
+    weights = {"w": torch.randn(3, 3), "b": torch.randn(3)}
+    axes = {"w": ("k", "k"), "b": ("k",)}
+    group = Group.declare(axes, weights, moves=("permute", "flip"))
+    frame = align_many(group.sample((4,))(weights), group, progress=False)
+    assert frame.cost.tolist() == [0.0] * 4
+    for value in frame.aligned.values():
+        assert torch.equal(value, value[:1].expand_as(value))
+
+
 def test_gaussians_are_moved_with_their_deviations():
     scale = {site: 0.1 + value.abs() for site, value in weights_of(GROUP).items()}
     planted = GROUP.sample((6,))

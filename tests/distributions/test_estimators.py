@@ -17,11 +17,13 @@ from pyro_symmetric.distributions import (
     SinkhornImportance,
     Symmetrized,
     estimators,
-    matching,
+    proposals,
+    random_matchings,
     usual_estimator,
 )
 from pyro_symmetric.distributions.estimators import log_prob_on_orbit
-from pyro_symmetric.distributions.matching import UnitDensities, propose
+from pyro_symmetric.distributions.proposals import propose
+from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
 from .groups import (
@@ -164,21 +166,14 @@ def test_width_64_with_separated_units_finds_all_of_log_64_factorial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sketch", "sure"),
-    [
-        *((kind, 256, sure) for kind in GROUPS for sure in (0.5, 30.0)),
-        ("two layers", 2, 0.5),
-        ("two layers", 2, 30.0),
-    ],
+    ("kind", "sure"), [(kind, sure) for kind in GROUPS for sure in (0.5, 30.0)]
 )
 def test_the_proposal_depends_on_the_orbit_alone(
-    kind: str, sketch: int, sure: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, sure: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``τ_w(g)`` is what the identity has at ``g·w``, or the bound is none; and these
-    add up to one. Wide units are matched by some of their weights, and some are
-    sure."""
-    monkeypatch.setattr(matching, "SKETCH", sketch)
-    monkeypatch.setattr(matching, "CERTAIN", sure)
+    add up to one. Some places are sure."""
+    monkeypatch.setattr(random_matchings, "CERTAIN", sure)
     group = GROUPS[kind]
     action = action_of(group)
     q = base(action.dim, 0.4)
@@ -225,17 +220,14 @@ def test_few_proposals_over_any_units_give_an_upper_bound(
 @pytest.mark.stochastic
 @pytest.mark.parametrize("separation", [0.3, 1.0])
 @pytest.mark.parametrize("sure", [3.0, 30.0])
-def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
+def test_places_that_are_sure_give_an_upper_bound(
     separation: float, sure: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of up to six; a little looser, of this base. One-sided at 5 standard errors:
-    false alarm below 1 in 10^6. Also if a few nats are enough for a place to be sure,
-    and uniform proposals make up for it."""
-    monkeypatch.setattr(matching, "SKETCH", 2)
-    monkeypatch.setattr(matching, "CERTAIN", sure)
-    monkeypatch.setattr(
-        matching, "UNIFORM_SHARE", 0.02 if sure < 30.0 else matching.UNIFORM_SHARE
-    )
+    """Also if a few nats are enough for a place to be sure, and uniform proposals make
+    up for it. One-sided at 5 standard errors: false alarm below 1 in 10^6."""
+    monkeypatch.setattr(random_matchings, "CERTAIN", sure)
+    if sure < 30.0:
+        monkeypatch.setattr(random_matchings, "UNIFORM_SHARE", 0.02)
     action = action_of(two_layers(6, 4))
     q = base(
         action.dim,
@@ -253,13 +245,14 @@ def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
 def test_matrices_that_overflow_in_float32_are_made_in_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(matching, "FEW_PRODUCTS", 0)
+    monkeypatch.setattr(proposals, "FEW_PRODUCTS", 0)
     group = one_layer(4)
     action = action_of(group)
     # whose square is 0 in float32
     q = dist.Normal(torch.zeros(action.dim), 1e-20, validate_args=False).to_event(1)
     densities = UnitDensities(q, action, 1e-20 * torch.randn(1, action.dim))
-    assert bool(densities.matrix(next(iter(densities.sets)))[0].isfinite().all())
+    matrix = proposals.Matching(densities, 1).matrix(next(iter(densities.sets)))
+    assert bool(matrix.densities.isfinite().all())
 
 
 def test_draws_that_are_not_finite_are_matched_anyhow() -> None:

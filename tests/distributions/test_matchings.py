@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import matching
+from pyro_symmetric.distributions import random_matchings
 from pyro_symmetric.distributions.estimators import log_permanent
-from pyro_symmetric.distributions.matching import (
+from pyro_symmetric.distributions.random_matchings import (
     best_columns,
     doubly_stochastic,
     draw_matchings,
@@ -62,7 +62,7 @@ def test_sinkhorn_only_multiplies_rows_and_columns_which_then_sum_to_one(
 def test_probabilities_of_all_matchings_add_up_to_one(
     n: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matching, "ENUMERATED_ROWS", late)
+    monkeypatch.setattr(random_matchings, "ENUMERATED_ROWS", late)
     densities = 2 * torch.randn(n, n, dtype=torch.float64)
     found = log_probability(densities, every_matching(n))
     assert float(found.exp().sum()) == pytest.approx(1.0)
@@ -101,7 +101,7 @@ def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
     sharpness: float, late: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one matrix or from one each."""
-    monkeypatch.setattr(matching, "ENUMERATED_ROWS", late)
+    monkeypatch.setattr(random_matchings, "ENUMERATED_ROWS", late)
     count, densities = 40_000, sharpness * torch.randn(4, 4, dtype=torch.float64)
     assert_frequencies(
         densities, *drawn(densities.expand(count + 1 if own else 1, 1, 4, 4), count)
@@ -117,8 +117,8 @@ def test_beside_rows_that_are_sure_the_others_are_drawn_and_now_and_then_all(
     """Two rows out of place, or all four; what is uniform and leaves them there, two or
     one of 24, counts as none.
     """
-    monkeypatch.setattr(matching, "CERTAIN", 1.0)
-    monkeypatch.setattr(matching, "UNIFORM_SHARE", 0.4)
+    monkeypatch.setattr(random_matchings, "CERTAIN", 1.0)
+    monkeypatch.setattr(random_matchings, "UNIFORM_SHARE", 0.4)
     count, densities = 40_000, torch.randn(4, 4, dtype=torch.float64).clamp(-1, 0.5)
     densities[[0, 1, 2, 3], [2, 0, 1, 3]] = torch.tensor(
         [5.0, 5.0, 1.0 + unsure, 1.0 + unsure], dtype=torch.float64

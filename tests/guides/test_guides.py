@@ -99,7 +99,7 @@ def test_the_symmetrised_elbo_is_the_elbo_plus_the_information(elbo: type) -> No
         x, y
     )
     with torch.no_grad():
-        latent = guide.get_posterior().sample_orbit((8000,))
+        latent = guide.get_posterior().sample((8000,))
         weights = guide.unpack(latent)
         log_volume = weights["noise_scale"].log()
         terms = (
