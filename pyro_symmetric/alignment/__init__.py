@@ -1,7 +1,7 @@
 """Align posteriors under a symmetry, and measure the loss barriers between them.
 
 The public functions (``pairwise``, ``many``, ``nearest``, ``barrier``, ``relabel``)
-rest on ``moments`` (features and costs), ``exhaustive`` and ``descent`` (the search
+rest on ``moments`` (features and costs), ``covers`` and ``descent`` (the search
 over permutations and signs), and ``scale_fit``.
 """
 

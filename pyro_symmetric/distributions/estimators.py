@@ -460,21 +460,14 @@ def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
     """
     summed: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
-        one = unit_sets(group.only([name]), tuple(group.site_shapes)).get(name)
-        sites = (
-            {axis.site for axis in one.exclusive}
-            if one and one.matched and not one.shared
-            else set()
-        )
-        narrow = (
-            group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
-        )
-        if (
-            sites
-            and narrow
-            and len(group.family(name)) == 1
-            and all(map(sites.isdisjoint, summed.values()))
-        ):
+        lying = unit_sets(group.only([name]), tuple(group.site_shapes)).get(name)
+        if lying is None or not lying.matched or lying.shared:
+            continue
+        units = group[name]
+        narrow = units.size <= LARGEST_PERMANENT or "permute" not in units.moves
+        sites = {axis.site for axis in lying.exclusive}
+        apart = all(map(sites.isdisjoint, summed.values()))
+        if narrow and apart and len(group.family(name)) == 1:
             summed[name] = sites
     return group.only(summed), group.without(summed)
 
