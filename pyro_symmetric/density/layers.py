@@ -519,23 +519,26 @@ def _multiply(weights, row, column, a, n, out, m):
     """Add the sum over p < n of ``weights[i * row + p * column] * a[p]`` to ``out[i]``,
     for i < m.
     """
-    factors = np.empty(EIGHT, weights.dtype)
     for first in range(np.uint64(0), n - n % EIGHT, EIGHT):
         b = a[first * T :]
         for i in range(m):
-            o = out[i * T :]
-            for k in range(EIGHT):
-                factors[k] = weights[i * row + (first + k) * column]
+            w, o = weights[i * row + first * column :], out[i * T :]
+            w0, w1, w2, w3 = w[0], w[column], w[2 * column], w[3 * column]
+            w4, w5, w6, w7 = w[4 * column], w[5 * column], w[6 * column], w[7 * column]
             for r in range(T):
-                total = o[r]
-                for k in range(EIGHT):
-                    total += factors[k] * b[k * T + r]
-                o[r] = total
+                low = w0 * b[r] + w1 * b[T + r] + w2 * b[T2 + r] + w3 * b[T3 + r]
+                o[r] += (
+                    low
+                    + w4 * b[T4 + r]
+                    + w5 * b[T5 + r]
+                    + w6 * b[T6 + r]
+                    + w7 * b[T7 + r]
+                )
     for p in range(n - n % EIGHT, n):
         for i in range(m):
-            factor = weights[i * row + p * column]
+            w0 = weights[i * row + p * column]
             for r in range(T):
-                out[i * T + r] += factor * a[p * T + r]
+                out[i * T + r] += w0 * a[p * T + r]
 
 
 @njit(**OPTIONS)
