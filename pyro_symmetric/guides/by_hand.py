@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints, kl_divergence, register_kl
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import Args, Keywords, Model, as_tensor
+from pyro_symmetric.arguments import Model, as_tensor
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -57,8 +57,6 @@ Guide = Callable[..., Any]
 
 # Relative and absolute tolerance of two evaluations of one log-density.
 SAME = 1e-4
-# Random elements, of which one moves every unit of a set but once in 10^6 times.
-CANDIDATES = 32
 
 
 def symmetrize(
@@ -116,41 +114,44 @@ def symmetrize(
             "symmetrize needs the model whose symmetry it should find: pass model=, or "
             "a symmetry"
         )
-    action = _ActionOf(model if is_auto(symmetry) else symmetry)
+    average = _Average(guide, model if is_auto(symmetry) else symmetry, estimator)
     if isinstance(guide, nn.Module):
-        return SymmetrizedModule(guide, action, estimator)
-
-    @functools.wraps(guide)
-    def symmetrized(*args: Any, **kwargs: Any) -> Any:
-        return _run(guide, action, estimator, args, kwargs)
-
-    return symmetrized
+        return SymmetrizedModule(guide, average)
+    return functools.update_wrapper(average, guide, updated=())
 
 
-class _ActionOf:
-    """The action of a group on a guide's sites.
+class _Average:
+    """A guide averaged over the orbits of a group.
 
-    :param origin: the group, or a model in which it is found at the first call.
+    :param origin: the group, or a model in which it is found at the first call, with
+        its arguments.
     """
 
-    def __init__(self, origin: Any):
-        self.model = None
-        self.action: Action | None = None
-        if isinstance(origin, Group | Symmetry):
-            self.action = _action(group_of(origin))
-        else:
-            self.model = origin
+    def __init__(self, guide: Guide, origin: Any, estimator: OrbitEstimator | None):
+        self.guide = guide
+        self.origin = origin
+        self.estimator = estimator
 
-    def at(self, args: Args, kwargs: Keywords) -> Action:
-        """Return the action; ``args`` and ``kwargs`` are those of the first call."""
-        if self.action is None:
-            assert self.model is not None
-            self.action = _action(symmetry_of_model(self.model, args, kwargs).group)
-        return self.action
+    @functools.cached_property
+    def action(self) -> Action:
+        """The action of the group on the guide's sites."""
+        group = group_of(self.origin).finite
+        return Action(group, group.required_sites)
 
-
-def _action(group: Group) -> Action:
-    return Action(group.finite, group.finite.required_sites)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the guide once, with the density of its moved sites replaced."""
+        if not isinstance(self.origin, Group | Symmetry):
+            self.origin = symmetry_of_model(self.origin, args, kwargs)
+        if not self.action.group.units:
+            return self.guide(*args, **kwargs)
+        joint = _Joint(self.action, self.estimator)
+        with _Moved(joint) as recorder:
+            result = self.guide(*args, **kwargs)
+        joint.require_sites()
+        run = functools.partial(self.guide, *args, **kwargs)
+        with torch.no_grad(), forked(), ignore_jit_warnings():
+            _require_independence(joint, recorder, run)
+        return result
 
 
 class SymmetrizedModule(nn.Module):
@@ -159,37 +160,14 @@ class SymmetrizedModule(nn.Module):
     Its parameters are those of ``guide``, and have the same names in Pyro's store.
     """
 
-    def __init__(
-        self, guide: nn.Module, action: _ActionOf, estimator: OrbitEstimator | None
-    ):
+    def __init__(self, guide: nn.Module, average: _Average):
         super().__init__()
         self.guide = guide
-        self.action = action
-        self.estimator = estimator
+        self.average = average
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the guide, with the symmetrised density."""
-        return _run(self.guide, self.action, self.estimator, args, kwargs)
-
-
-def _run(
-    guide: Guide,
-    action_of: _ActionOf,
-    estimator: OrbitEstimator | None,
-    args: Args,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a guide once, with the density of its moved sites replaced."""
-    action = action_of.at(args, kwargs)
-    if not action.group.units:
-        return guide(*args, **kwargs)
-    joint = _Joint(action, estimator)
-    with _Moved(joint) as recorder:
-        result = guide(*args, **kwargs)
-    joint.require_sites()
-    with torch.no_grad(), forked(), ignore_jit_warnings():
-        _require_independence(joint, recorder, lambda: guide(*args, **kwargs))
-    return result
+        return self.average(*args, **kwargs)
 
 
 # densities ----------------------------------------------------------------------------
@@ -626,12 +604,14 @@ def _moved_trace(joint: _Joint, recorder: _Moved) -> poutine.Trace:
 
 
 def _thorough(group: Group, device: torch.device) -> Element:
-    """Return the one of some random elements that moves most units."""
-    elements = group.sample((CANDIDATES,), device=device)
-    moved = torch.zeros(CANDIDATES, device=device)
-    for images in elements.permutations.values():
-        stay = torch.arange(images.shape[-1], device=device)
-        moved += (images != stay).flatten(1).sum(-1)
-    for signs in elements.signs.values():
-        moved += (signs < 0).flatten(1).sum(-1)
-    return elements.select(int(moved.argmax()))
+    """Return a random element that moves all units: along a cycle, with other signs."""
+    cycles = {}
+    for name in group.names("permute"):
+        shape = group[name].shape
+        cycles[name] = torch.arange(shape[-1], device=device).roll(1).expand(shape)
+    signs = {
+        name: -torch.ones(group[name].shape, device=device)
+        for name in group.names("flip")
+    }
+    element = group.sample(device=device)
+    return element @ group.element(cycles, signs=signs) @ element.inverse()

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.arguments import Names
-from pyro_symmetric.discovery.model_carried import AUTO, is_auto
+from pyro_symmetric.discovery.model_carried import AUTO, Auto, is_auto
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
@@ -63,7 +63,7 @@ from pyro_symmetric.posterior.statistics import (
     effective_size,
 )
 from pyro_symmetric.posterior.tables import html_table
-from pyro_symmetric.weights import Layout, Weights, require_finite, require_sites
+from pyro_symmetric.weights import Layout, Weights, pick, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
 
@@ -105,6 +105,16 @@ class EvidenceEstimate:
             0.5 + arguments.fraction("prob", prob) / 2
         )
         return self.log_evidence - half, self.log_evidence + half
+
+
+class _Number(NamedTuple):
+    """A line of what is shown: a number, its standard error, and a remark."""
+
+    name: str
+    relation: str
+    value: float
+    error: float
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,48 +175,43 @@ class Evidence:
         return estimate.error if is_known else math.nan
 
     def _repr_html_(self) -> str:
-        estimates = {"importance sampling": self.importance}
-        if self.bridge:
-            estimates["bridge sampling"] = self.bridge
-        numbers = {
-            "ELBO": (self.elbo, self.elbo_error),
-            "symmetrised ELBO": (self.symmetrized_elbo, self.symmetrized_error),
-        }
-        numbers |= {
-            name: (estimate.log_evidence, self._error_of(estimate))
-            for name, estimate in estimates.items()
-        }
-        rows = [
-            (name, f"{value:.7g}", f"{error:.2g}")
-            for name, (value, error) in numbers.items()
-        ]
-        head = ("", "nats", "standard error")
-        return html_table("Evidence", [head, *rows], self.doubts)
+        rows = [("", "nats", "standard error")]
+        for name, _, value, error, _ in self._numbers():
+            rows.append((name, f"{value:.7g}", f"{error:.2g}"))
+        return html_table("Evidence", rows, self.doubts)
 
-    def __repr__(self) -> str:
-        relation, shape = (
+    def _numbers(self) -> Iterator[_Number]:
+        """Yield the numbers as they are shown."""
+        yield _Number("ELBO", "=", self.elbo, self.elbo_error)
+        yield _Number(
+            "symmetrised ELBO",
             "=" if self.bound == "exact" else "≥",
-            f", Pareto-k {self.pareto_k:.2f}",
+            self.symmetrized_elbo,
+            self.symmetrized_error,
+            f", by {self.estimator}; log |G| = {self.log_order:.1f}",
         )
-        lines = [
-            "Evidence, in nats",
-            f"  ELBO                = {self.elbo:.7g} ± {self.elbo_error:.2g}",
-            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.7g} ± "
-            f"{self.symmetrized_error:.2g}, by "
-            f"{self.estimator}; log |G| = {self.log_order:.1f}",
-        ]
+        shape = f", Pareto-k {self.pareto_k:.2f}"
         for name, estimate, suffix in (
             ("importance", self.importance, shape),
             ("bridge", self.bridge, ""),
         ):
             if estimate:
-                nats = self._error_of(estimate)
-                error = "" if math.isnan(nats) else f" ± {nats:.2g}"
-                draws = f"{estimate.effective_draws:.0f} effective of {estimate.num_draws} draws{suffix}"
-                lines.append(
-                    f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, "
-                    f"{draws}"
+                draws = (
+                    f"{estimate.effective_draws:.0f} effective of {estimate.num_draws}"
                 )
+                yield _Number(
+                    f"{name} sampling",
+                    "≈",
+                    estimate.log_evidence,
+                    self._error_of(estimate),
+                    f", {draws} draws{suffix}",
+                )
+
+    def __repr__(self) -> str:
+        lines = ["Evidence, in nats"]
+        for name, relation, value, error, remark in self._numbers():
+            margin = "" if math.isnan(error) else f" ± {error:.2g}"
+            lines.append(f"  {name:19} {relation} {value:.7g}{margin}{remark}")
         lines += [f"  {remark}" for remark in self.remarks]
         if self.units:
             lines.append(f"  {self.units}")
@@ -227,8 +232,8 @@ def evidence(
     estimator: OrbitEstimator | None = None,
     num_samples: int = 512,
     chunk: int = 64,
-    log_joint: Joint | Any = None,
-    symmetry: Group | Symmetry | Any = AUTO,
+    log_joint: Joint | None = None,
+    symmetry: Group | Symmetry | Auto | None = AUTO,
     **kwargs: Any,
 ) -> Evidence:
     """Return the ELBOs of a guide, and estimates of its model's log-evidence by
@@ -273,34 +278,21 @@ def evidence(
     :param chunk: the number of draws evaluated at once.
     :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood
         of all data, ``(S,)``; by default the model's. ``symmetry``: of that function;
-        by default the guide's own, else that of the posterior's model. Any other value
-        of these two names, such as the group indices of a hierarchical model, goes to
-        the model.
+        by default the guide's own, else that of the posterior's model.
     :raises ValueError: naming the units whose exchange changes the model; for chains
         that never move or equal others.
     """
-    if log_joint is not None and not callable(log_joint):
-        log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
-    if (
-        log_joint is None
-        and not (symmetry is None or is_auto(symmetry))
-        and not isinstance(symmetry, Group | Symmetry)
-    ):
-        symmetry, kwargs = AUTO, {**kwargs, "symmetry": symmetry}
-    kind = AutoGuide if log_joint is not None else AutoSymmetrized
-    wrapped = (
+    kind = AutoSymmetrized if log_joint is None else AutoGuide
+    wanted = (
         "an AutoSymmetrized, such as AutoSymmetrized(model, base=guide).setup(*args) "
-        "of another guide"
+        "of another guide, or another AutoGuide with log_joint= and symmetry="
     )
-    arguments.instance(
-        "guide",
-        guide,
-        kind,
-        f"{wrapped}, or another AutoGuide with log_joint= and symmetry=",
-    )
-    symmetry = _of_guide(guide, posterior) if is_auto(symmetry) else symmetry
-    if symmetry is None:
-        symmetry = Group([], layout_of(guide).site_shapes)
+    arguments.instance("guide", guide, kind, wanted)
+    arguments.whole("num_samples", num_samples, 2)
+    if is_auto(symmetry):
+        symmetry = _of_guide(guide, posterior)
+    layout = layout_of(guide)
+    group = group_of(symmetry or Group([], layout.site_shapes)).compact
     model = None
     if log_joint is None:
         if guide._raw_model is None:
@@ -310,26 +302,19 @@ def evidence(
             )
         model = functools.partial(guide._raw_model[0], *args, **kwargs)
         log_joint = joint_of(model)
-    arguments.whole("num_samples", num_samples, 2)
-    layout, base, action = (
-        layout_of(guide),
-        plain_posterior(guide),
-        action_on(guide, group_of(symmetry).compact),
-    )
+    base, action = plain_posterior(guide), action_on(guide, group)
     estimator = estimator or usual_estimator(base, action, training=False)
     group = estimator.averaged(base, action)
     training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
     require_spread(base, guide)
 
     def joint(vectors: Tensor) -> Tensor:
-        return torch.cat(
-            [_joint(log_joint, layout, part) for part in vectors.split(chunk)]
-        )
+        parts = vectors.split(chunk)
+        return torch.cat([_joint(log_joint, layout, part) for part in parts])
 
     def density(log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
-        return torch.cat(
-            [log_prob(base, action, part).double() for part in vectors.split(chunk)]
-        )
+        parts = vectors.split(chunk)
+        return torch.cat([log_prob(base, action, part).double() for part in parts])
 
     def gap(estimator: OrbitEstimator) -> float:
         """Return the nats between an estimator's upper bound, with the identity, and
@@ -337,26 +322,18 @@ def evidence(
         """
         with forked(), suppress(NotImplementedError):
             draws = base.sample((CHECKED_DENSITIES,))
-            return float(
-                (
-                    density(estimator.log_prob, draws)
-                    - density(estimator.log_prob_elsewhere, draws)
-                ).mean()
-            )
+            above = density(estimator.log_prob, draws)
+            return float((above - density(estimator.log_prob_elsewhere, draws)).mean())
         return math.inf
 
-    device = next(
-        (value.device for value in (*guide.parameters(), *guide.buffers())), None
-    )
+    tensors = (*guide.parameters(), *guide.buffers())
+    device = next((value.device for value in tensors), None)
     # The checks restore PyTorch's generator: of two threads at once, unforked, both
     # would have the same draws.
     with torch.no_grad(), forked(drawn_seed(), device):
         draws = base.sample((num_samples,))
-        if not (
-            invariant := check_function(
-                group, log_joint, layout.constrain(draws[:CHECKED])
-            )
-        ):
+        invariant = check_function(group, log_joint, layout.constrain(draws[:CHECKED]))
+        if not invariant:
             raise ValueError(
                 f"at draws of the guide, {invariant}\nWithout that symmetry the "
                 "symmetrised ELBO would be no bound of "
@@ -364,10 +341,8 @@ def evidence(
                 "names the sites), or mend the prior"
             )
         target = joint(draws)
-        plain, symmetrized = (
-            target - base.log_prob(draws).double(),
-            target - density(estimator.log_prob, draws),
-        )
+        plain = target - base.log_prob(draws).double()
+        symmetrized = target - density(estimator.log_prob, draws)
         # half the variance of log_joint
         noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)
         open_nats = (
@@ -379,25 +354,22 @@ def evidence(
         units = _units(guide, group, model, draws[:PRIORS])
         checked = draws[:CHECKED_DENSITIES]
         remarks = rotation_remarks(estimator, base, action, checked)
+        apart = 0.0
         if posterior is not None and math.isfinite(weighted.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
-            at_chains = joint(chains.flatten(0, 1)) - density(
-                estimator.log_prob_elsewhere, chains.flatten(0, 1)
-            )
-            if not bool(at_chains.isfinite().all()):
+            vectors = chains.flatten(0, 1)
+            ratios = joint(vectors) - density(estimator.log_prob_elsewhere, vectors)
+            if not bool(ratios.isfinite().all()):
                 raise ValueError(
                     "log_joint is infinite at draws of posterior; they must be draws "
                     "of the guide's model"
                 )
             # invariant: chains in other copies agree
-            at_chains = at_chains.reshape(chains.shape[:2])
-            bridged = bridge(symmetrized, at_chains, posterior.kind == "independent")
-            r_hat = (
-                float(chain_statistics(at_chains).r_hat)
-                if posterior.kind == "chains"
-                else 1.0
-            )
-    apart = float(at_chains.mean()) - mean if bridged else 0.0
+            ratios = ratios.reshape(chains.shape[:2])
+            bridged = bridge(symmetrized, ratios, posterior.kind == "independent")
+            apart = float(ratios.mean()) - mean
+            if posterior.kind == "chains":
+                r_hat = float(chain_statistics(ratios).r_hat)
     told = (open_nats, bridged, r_hat, apart, _advice(guide, posterior))
     doubts = doubts_of(weighted, k, slow, mean, *told)
     if getattr(guide, "at_least", False):
@@ -408,20 +380,24 @@ def evidence(
             f"rotations: {max(rotating)} units have modes that proposals may miss, good "
             f"up to {SURE_UNITS}",
         )
-    elbos = (
-        (float(values.mean()), float(values.std() / num_samples**0.5))
-        for values in (plain, symmetrized)
-    )
-    (elbo, elbo_error), (above, above_error) = elbos
-    settings = (
-        repr(estimator),
-        "lower" if estimator.bound == "upper" else estimator.bound,
-        group.log_order(),
-    )
+    elbo = float(plain.mean())
     if units and group.log_order() and not rotating:
-        units = replace(units, share=(above - elbo) / group.log_order())
-    values = (elbo, elbo_error, above, above_error, *settings, weighted, k, bridged)
-    return Evidence(*values, doubts, units, remarks)
+        units = replace(units, share=(mean - elbo) / group.log_order())
+    return Evidence(
+        elbo=elbo,
+        elbo_error=float(plain.std() / num_samples**0.5),
+        symmetrized_elbo=mean,
+        symmetrized_error=float(symmetrized.std() / num_samples**0.5),
+        estimator=repr(estimator),
+        bound="lower" if estimator.bound == "upper" else estimator.bound,
+        log_order=group.log_order(),
+        importance=weighted,
+        pareto_k=k,
+        bridge=bridged,
+        doubts=doubts,
+        units=units,
+        remarks=remarks,
+    )
 
 
 def _units(
@@ -743,14 +719,12 @@ def _vectors(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
         )
     every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
     thinned = posterior.thin(min(every, posterior.num_samples // 4))
-    vectors = layout.unconstrain(
-        {site: thinned.samples[site] for site in layout.site_shapes}
-    )
+    vectors = layout.unconstrain(pick(thinned.samples, layout.site_shapes))
     require_finite({"vectors": vectors}, "posterior")
+    if posterior.kind == "independent":
+        return vectors
     still = (vectors == vectors[:, :1]).flatten(1).all(1).nonzero()[:, 0].tolist()
-    if posterior.kind == "chains" and (
-        left_out := still or copied_chains(posterior.samples)
-    ):
+    if left_out := still or copied_chains(posterior.samples):
         raise ValueError(
             f"the chains {left_out} of posterior never move, or equal others; leave "
             "them out"

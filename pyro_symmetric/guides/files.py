@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -110,14 +111,14 @@ def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
     try:
         _require_sizes(header, tensors)
         loc = tensors["loc"]
-        sites = _of_sites(header["sites"], tensors["loc"])
-        positions = [
-            tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)
-        ]
-        trils = [loc.new_ones(index.shape).diag_embed() for index in positions]
-        guide: Any = AutoGaussian(
-            sites, UnitBlocks(torch.zeros_like(loc), positions, trils)
-        )
+        sites = _of_sites(header["sites"], loc)
+        positions, trils = [], []
+        for number in range((len(tensors) - 2) // 2):
+            positions.append(tensors[f"positions_{number}"])
+            shape = tensors[f"scale_tril_{number}_unconstrained"].shape
+            trils.append(torch.eye(shape[-1]).to(loc).expand(shape))
+        blocks = UnitBlocks(torch.zeros_like(loc), positions, trils)
+        guide: Any = AutoGaussian(sites, blocks)
         guide.load_state_dict(tensors)
         if header["group"] is not None:
             fields = dict(header["estimator"])
@@ -164,38 +165,23 @@ def _require_sizes(header: Json, tensors: Tensors) -> None:
     """Raise ``ValueError`` if a header names sizes that the file's tensors don't have,
     before anything of these sizes is made.
     """
-    # An honest site has as many unconstrained coordinates as moments. Entries that its
-    # support determines, such as the upper half of a Cholesky factor, come on top.
+    # Entries that a support determines, such as the upper half of a Cholesky factor,
+    # come on top of as many coordinates as there are moments.
     most = 4 * sum(value.numel() for value in tensors.values())
-    num_coordinates = 0
-    shapes = {site["name"]: torch.Size(site["shape"]) for site in header["sites"]}
+    sizes = {"all sites": sum(math.prod(site["shape"]) for site in header["sites"])}
     for site in header["sites"]:
-        shape = shapes[site["name"]]
-        batch_shape = shape[: len(shape) - site["event_dim"]]
-        bijection = biject_to(_support_from_dict(site["support"]))
-        num_coordinates += bijection.inverse_shape(shape).numel()
+        batch_shape = site["shape"][: len(site["shape"]) - site["event_dim"]]
         for name, _, size, dim in site["plates"]:
             if dim is not None and size != batch_shape[dim]:
-                raise ValueError(f"plate {name!r} of size {size} around shape {shape}")
-    if num_coordinates != tensors["loc"].numel():
-        raise ValueError(f"{num_coordinates} coordinates, but {tensors['loc'].numel()}")
-    for number in range((len(tensors) - 2) // 2):
-        positions = tensors[f"positions_{number}"].shape
-        if tensors[f"scale_tril_{number}_unconstrained"].shape != (
-            *positions,
-            positions[-1],
-        ):
-            raise ValueError(f"the blocks {number} have other sizes than their factors")
+                raise ValueError(f"plate {name!r} of size {size} around {batch_shape}")
     if header["group"] is not None:
-        named = header["group"]["site_shapes"].values()
-        shapes |= {f"group {n}": torch.Size(shape) for n, shape in enumerate(named)}
+        for name, shape in header["group"]["site_shapes"].items():
+            sizes[name] = math.prod(shape)
         for units in header["group"]["units"]:
-            shapes[f"units {units['name']}"] = torch.Size(
-                [units["size"], units["copies"]]
-            )
-    for name, shape in shapes.items():
-        if not 0 <= shape.numel() <= most:
-            raise ValueError(f"{name} of shape {tuple(shape)}")
+            sizes[f"units {units['name']}"] = units["size"] * units["copies"]
+    for name, size in sizes.items():
+        if not 0 <= size <= most:
+            raise ValueError(f"{name} of {size} entries")
 
 
 def _of_sites(sites: Sequence[Json], like: Tensor) -> WeightsGuide:

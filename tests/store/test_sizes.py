@@ -263,12 +263,14 @@ FILES = {
     "deflated.pt": File(deflated, *CHECKPOINT, "torch.save doesn't compress"),
     "beyond.pt": File(tensor_beyond_its_storage, *CHECKPOINT, "can't be read"),
     "header.safetensors": File(header_beyond_the_file, *CHECKPOINT, "can't be read"),
-    "site": File(guide_with(large_site), *GUIDE, "200000000 coordinates, but 6"),
-    "simplex": File(guide_with(site_without_coordinates), *GUIDE, "p of shape"),
+    "site": File(guide_with(large_site), *GUIDE, "all sites of 200000000 entries"),
+    "simplex": File(
+        guide_with(site_without_coordinates), *GUIDE, "all sites of 100000006 entries"
+    ),
     "plates": File(guide_with(large_plates), *GUIDE, "plate 'plate' of size"),
-    "units": File(guide_with(large_units), *GUIDE, "units k of shape"),
-    "group": File(guide_with(large_group), *GUIDE, "group 0 of shape"),
-    "blocks": File(guide_with(large_blocks), *GUIDE, "blocks 0 have other sizes"),
+    "units": File(guide_with(large_units), *GUIDE, "units k of 100000000 entries"),
+    "group": File(guide_with(large_group), *GUIDE, "w of 200000000 entries"),
+    "blocks": File(guide_with(large_blocks), *GUIDE, "positions are .n, d."),
     "table.csv.gz": File(
         compressed_table, read_data("csv:{}", target="a"), ValueError, "unpack it"
     ),
