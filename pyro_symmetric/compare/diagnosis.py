@@ -57,7 +57,7 @@ from pyro_symmetric.posterior.statistics import (
     exceeded_by_few,
 )
 from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
-from pyro_symmetric.weights import first_value, map_values
+from pyro_symmetric.weights import Weights, first_value, map_values, pick
 
 MOST_ROWS = 256  # of inputs to predict at
 MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
@@ -82,6 +82,7 @@ SITES = "sites as drawn"  # what weights of a model that is no network are calle
 
 # space -> site -> statistics of every entry
 Statistics = dict[str, dict[str, ChainStatistics]]
+Spaces = dict[str, Weights]
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,8 +258,7 @@ def diagnose(
     arguments.whole("num_draws", num_draws, 1)
     carried = carried_symmetry(symmetry, posterior)
     group = None if carried.is_trivial else carried.group
-    shapes = None if group is None else group.site_shapes
-    posterior = chains_of(posterior, shapes=shapes)
+    posterior = chains_of(posterior, shapes=group and group.site_shapes)
     if not any(value.numel() for value in posterior.samples.values()):
         raise ValueError(
             "posterior is empty; it must have a chain, a draw and an entry"
@@ -270,41 +270,34 @@ def diagnose(
             f"draws, ...), {shape}"
         )
     model, x = _to_predict(posterior, model, x)
-    given = {WEIGHTS: posterior.samples}
-    given |= (
-        {DENSITY: {DENSITY: posterior.statistics["lp"]}}
-        if "lp" in posterior.statistics
-        else {}
+    spaces = {WEIGHTS: posterior.samples}
+    if "lp" in posterior.statistics:
+        spaces[DENSITY] = {DENSITY: posterior.statistics["lp"]}
+    if predictions is not None:
+        spaces[PREDICTIONS] = {PREDICTIONS: predictions}
+    remarks = carried.line.splitlines()
+    if carried.at_least and group is not None:
+        remarks.append(MAY_MISS)
+    checks = list(_soundness(posterior, spaces))
+    statistics: Statistics = {}
+    if posterior.kind == "chains" and all(check.status != "fail" for check in checks):
+        spaces = _spaces(posterior, group, model, x, spaces)
+        finite = _finite(spaces)
+        if finite.status == "fail":
+            checks = [finite]
+        else:
+            statistics = _statistics(posterior, spaces)
+            checks += _convergence(posterior, group, statistics, num_draws)
+        if carried.is_found and MODULO in statistics:
+            aligned = replace(posterior, samples=spaces[MODULO])
+            remarks += _on_uncertain_labels(aligned, carried.group, checks)
+    return Diagnosis(
+        tuple(checks),
+        statistics,
+        posterior.counted(),
+        tuple(remarks),
+        _is_network(posterior),
     )
-    given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
-    remarks = [*carried.line.splitlines()]
-    remarks += [MAY_MISS] * (carried.at_least and group is not None)
-    checks = list(_soundness(posterior, given))
-
-    def conclude(
-        checks: Sequence[Check], statistics: Statistics, remarks: Sequence[str]
-    ) -> Diagnosis:
-        counted, of_network = posterior.counted(), _is_network(posterior)
-        return Diagnosis(tuple(checks), statistics, counted, tuple(remarks), of_network)
-
-    if posterior.kind == "independent" or any(
-        check.status == "fail" for check in checks
-    ):
-        return conclude(checks, {}, remarks)
-    spaces = _spaces(posterior, group, model, x, given)
-    if (finite := _finite(spaces)).status == "fail":
-        return conclude([finite], {}, remarks)
-    statistics = {}
-    if posterior.num_samples >= LEAST_DRAWS:
-        statistics = {
-            k: {s: chain_statistics(_subset(v)) for s, v in own.items()}
-            for k, own in spaces.items()
-        }
-    checks += _convergence(posterior, group, statistics, num_draws)
-    if carried.is_found and MODULO in statistics:
-        aligned = replace(posterior, samples=spaces[MODULO])
-        remarks += _on_uncertain_labels(aligned, carried.group, checks)
-    return conclude(checks, statistics, remarks)
 
 
 def agree_modulo_symmetry(posterior: Posterior) -> bool:
@@ -347,7 +340,7 @@ def _on_uncertain_labels(
     yield f"so both count: as drawn {r_hats[WEIGHTS]}; modulo symmetry {r_hats[MODULO]}"
 
 
-def _soundness(posterior: Posterior, spaces: Json) -> Iterator[Check]:
+def _soundness(posterior: Posterior, spaces: Spaces) -> Iterator[Check]:
     """Check that draws are finite; then count independent ones, or find chains that are
     copies of others.
     """
@@ -385,15 +378,13 @@ def _convergence(
     ]
 
 
-def _finite(spaces: Json) -> Check:
+def _finite(spaces: Spaces) -> Check:
     """Check that the values of all spaces are finite."""
-    return diagnostics.finite(
-        {
-            f"{space} {s!r}": value
-            for space, own in spaces.items()
-            for s, value in own.items()
-        }
-    )
+    values = {}
+    for space, by_site in spaces.items():
+        for site, draws in by_site.items():
+            values[f"{space} {site!r}"] = draws
+    return diagnostics.finite(values)
 
 
 def _to_predict(
@@ -429,27 +420,33 @@ def _is_network(posterior: Posterior) -> bool:
 
 @torch.no_grad()
 def _spaces(
-    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: Json
-) -> dict[str, dict[str, Tensor]]:
-    """Collect the spaces in which chains are compared: space -> site -> ``(chains,
-    draws, ...)``.
+    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: Spaces
+) -> Spaces:
+    """Add the aligned draws, and the predictions of a network, to the spaces in which
+    chains are compared: space -> site -> ``(chains, draws, ...)``.
     """
     spaces = {WEIGHTS: given[WEIGHTS]}
     if symmetry is not None:
         spaces[MODULO] = frame_of_orbits(posterior, symmetry).samples
     spaces |= given
     if PREDICTIONS not in given and model is not None and x is not None:
-        rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
-        spaces[PREDICTIONS] = {
-            PREDICTIONS: predict(
-                posterior.samples, model, rows, kind="mean", progress=False
+        rows = x[evenly_spaced(len(x), MOST_ROWS)]
+        found = predict(posterior.samples, model, rows, kind="mean", progress=False)
+        spaces[PREDICTIONS] = {PREDICTIONS: found}
+    return spaces
+
+
+def _statistics(posterior: Posterior, spaces: Spaces) -> Statistics:
+    """Return the statistics of the entries of all sites; of chains of a few draws,
+    none."""
+    statistics: Statistics = {}
+    for space, by_site in spaces.items():
+        if posterior.num_samples >= LEAST_DRAWS:
+            nonempty = {site: v for site, v in by_site.items() if v.numel()}
+            statistics[space] = map_values(
+                lambda draws: chain_statistics(_subset(draws)), nonempty
             )
-        }
-    nonempty = {
-        space: {site: v for site, v in by_site.items() if v.numel()}
-        for space, by_site in spaces.items()
-    }
-    return {space: by_site for space, by_site in nonempty.items() if by_site}
+    return statistics
 
 
 def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
@@ -459,23 +456,16 @@ def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
     if not statistics:
         words = f"too few draws to tell whether chains agree: at least {LEAST_DRAWS} of each are needed"
         return [Check(WEIGHTS, "unknown", words)]
-    density = [DENSITY] if DENSITY in statistics else []
     best = next((name for name in (PREDICTIONS, MODULO) if name in statistics), None)
-    decisive = (
-        [best, *density]
-        if best
-        else density
-        if density and is_network
-        else [WEIGHTS, *density]
-    )
+    decisive = [name for name in (best or WEIGHTS, DENSITY) if name in statistics]
+    if best is None and is_network:
+        decisive = decisive[-1:]
     # Raw weights of a network may disagree because chains are in different copies of a
     # mode.
     downgraded: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
-    hint = (
-        ", as they do in copies of a mode"
-        if best
-        else ", or sit in copies of a mode (symmetry= tells)"
-    )
+    hint = ", or sit in copies of a mode (symmetry= tells)"
+    if best:
+        hint = ", as they do in copies of a mode"
     checks = []
     for name, by_site in statistics.items():
         may_fail = name in decisive and (name != WEIGHTS or not is_network)
@@ -498,23 +488,17 @@ def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
     worst = {}
     for site, numbers in by_site.items():
         r_hats = numbers.r_hat[~numbers.r_hat.isnan()]
-        quantile, largest = (
-            exceeded_by_few(r_hats),
-            float(r_hats.max()) if len(r_hats) else math.nan,
-        )
-        worst[site] = (
-            largest
-            if largest > STANDS_OUT and largest - 1 > 5 * (quantile - 1)
-            else quantile
-        )
+        worst[site] = exceeded_by_few(r_hats)
+        largest = float(max(r_hats, default=0.0))
+        if largest > STANDS_OUT and largest - 1 > 5 * (worst[site] - 1):
+            worst[site] = largest
     site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))
     if math.isnan(worst[site]):
         return Check(space, "unknown", "R-hat is undefined: the draws never change")
     of_site = "" if site == space else f" of site {site!r}"
     advice = "run longer" if worst[site] <= R_HAT[1] else f"the chains disagree{hint}"
-    return checked(
-        space, worst[site], R_HAT, f"R-hat{of_site} {worst[site]:.3f}", advice
-    )
+    words = f"R-hat{of_site} {worst[site]:.3f}"
+    return checked(space, worst[site], R_HAT, words, advice)
 
 
 def _effective(statistics: Statistics) -> Check:
@@ -526,17 +510,18 @@ def _effective(statistics: Statistics) -> Check:
         for site, numbers in by_site.items():
             sizes = torch.minimum(numbers.ess_bulk, numbers.ess_tail)
             least[space, site] = -exceeded_by_few(-sizes[~sizes.isnan()])
-    space, site = min(least, key=lambda name: (math.isnan(least[name]), least[name]))
-    if math.isnan(least[space, site]):
+    (space, site), size = min(
+        least.items(), key=lambda item: (math.isnan(item[1]), item[1])
+    )
+    if math.isnan(size):
         return Check("effective draws", "unknown", "undefined: the draws never change")
     of_space = "" if space == WEIGHTS else f" ({space})"
     of_site = space if site == space else f"site {site!r}{of_space}"
-    measured = f"{least[space, site]:.0f} of {of_site}"
     return checked(
         "effective draws",
-        least[space, site],
+        size,
         EFFECTIVE_DRAWS,
-        measured,
+        f"{size:.0f} of {of_site}",
         "more draws, or more chains",
     )
 
@@ -545,15 +530,11 @@ def _subset(draws: Tensor) -> Tensor:
     """Return all entries, or evenly spaced ones if all would take more than a few
     seconds.
     """
-    most, entries = (
-        max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel())),
-        draws.shape[2:].numel(),
-    )
-    return (
-        draws
-        if entries <= most
-        else draws.flatten(2)[..., evenly_spaced(entries, most)]
-    )
+    most = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel()))
+    entries = draws.shape[2:].numel()
+    if entries <= most:
+        return draws
+    return draws.flatten(2)[..., evenly_spaced(entries, most)]
 
 
 # temperature --------------------------------------------------------------------------
@@ -615,24 +596,22 @@ def _virial(
     """Check the temperature of all coordinates, or of the worst site if one is off."""
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
-    z = full.unconstrain(
-        {site: draws.samples[site] for site in full.layout.site_shapes}
-    )
+    z = full.unconstrain(pick(draws.samples, full.layout.site_shapes))
     _, gradient = full.energy_and_gradient(z.flatten(0, 1))
     means = z.mean(1, keepdim=True)
     others = (means.sum(0) - means) / max(1, len(z) - 1)  # mean of the other chains
     virial = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
-    sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
+    shapes = full.layout.unconstrained_shapes
+    by_site = virial.split([shape.numel() for shape in shapes.values()], dim=-1)
     checks = [
         diagnostics.temperature("temperature", virial.mean(-1), subsampled, arrived)
     ]
-    for site, value in zip(
-        full.layout.unconstrained_shapes, virial.split(sizes, dim=-1), strict=True
-    ):
-        if len(sizes) > 1 and value.shape[-1]:
+    for site, value in zip(shapes, by_site, strict=True):
+        if len(shapes) > 1 and value.shape[-1]:
+            values = value.mean(-1)
             checks.append(
                 diagnostics.temperature(
-                    "temperature", value.mean(-1), subsampled, arrived, site
+                    "temperature", values, subsampled, arrived, site
                 )
             )
     off = [check for check in checks if check.status in ("warn", "fail")]

@@ -35,6 +35,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from pyro_symmetric import arguments
@@ -336,17 +337,12 @@ def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
             part = centred @ centred.T
         result = result + part
     if norm == 1:
-        upper = result.new_zeros(total, total)
-        upper[tuple(torch.triu_indices(total, total, 1, device=result.device))] = result
-        result = upper + upper.T
+        square = squareform(result.cpu().numpy(), checks=False)
+        result = torch.from_numpy(square).to(result.device)
     else:
         squares = result.diagonal()
-        result = (
-            (squares[:, None] + squares - 2 * result)
-            .clamp_(min=0)
-            .sqrt_()
-            .fill_diagonal_(0)
-        )
+        distances = (squares[:, None] + squares - 2 * result).clamp_(min=0).sqrt_()
+        result = distances.fill_diagonal_(0)
     if not result.isfinite().all():
         samples.require_finite(layer)
         raise ValueError(

@@ -21,7 +21,9 @@ from pyro_symmetric.posterior.statistics import (
 )
 from pyro_symmetric.weights import (
     Tensors,
+    first_value,
     is_running_statistic,
+    map_values,
     pick,
     require_finite,
     select_rows,
@@ -71,32 +73,30 @@ class PairedSamples:
     """
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
-        p, q = self.weights = (
-            samples_given(weights_p, SIDES[0]),
-            samples_given(weights_q, SIDES[1]),
-        )
-        sites, others = (
-            [site for site in side if not is_running_statistic(site)]
-            for side in self.weights
-        )
-        if unpaired := set(sites) ^ set(others):
+        p, q = self.weights = [
+            {
+                site: value
+                for site, value in samples_given(draws, name).items()
+                if not is_running_statistic(site)
+            }
+            for name, draws in zip(SIDES, (weights_p, weights_q), strict=True)
+        ]
+        if unpaired := p.keys() ^ q.keys():
             raise ValueError(
                 "weights_p and weights_q must have the same sites; only one has "
                 f"{sorted(unpaired)}"
             )
         self.layers: dict[str, list[str]] = {}
-        for site in sites:
-            _require_alike(site, p[site], q[site])
+        for site, value in p.items():
+            _require_alike(site, value, q[site])
             self.layers.setdefault(site.rpartition(".")[0] or site, []).append(site)
-        self.shapes = {site: p[site].shape[1:] for site in sites}
-        self.num_samples = (len(p[sites[0]]), len(q[sites[0]]))
-        for name, side, count in zip(
-            SIDES, self.weights, self.num_samples, strict=True
-        ):
-            if count < minimum or any(len(side[site]) != count for site in sites):
-                counts = {site: len(side[site]) for site in sites}
+        self.shapes = map_values(lambda value: value.shape[1:], p)
+        self.num_samples = (len(first_value(p)), len(first_value(q)))
+        for name, side in zip(SIDES, self.weights, strict=True):
+            counts = {len(value) for value in side.values()}
+            if len(counts) > 1 or min(counts) < minimum:
                 raise ValueError(
-                    f"{name} holds {counts} samples; all sites must have the same "
+                    f"{name} holds {sorted(counts)} samples; all sites must have the same "
                     f"number, at least {minimum}"
                 )
 

@@ -43,27 +43,15 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     :returns: ``batch_shape``, float64; 1 if ``n < 2``.
     """
     n = first.shape[-1]
-    for name, value in (("first", first), ("second", second)):
-        if (
-            value.shape[-1] != n
-            or not (value.sort(-1).values == torch.arange(n, device=value.device)).all()
-        ):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; each row must be a "
-                f"permutation of 0 .. {n - 1}"
-            )
     shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
     # The position in the second order of each unit, listed in the first order: descents
     # are swapped pairs.
-    positions = (
-        second.argsort(-1)
-        .expand(*shape, n)
-        .gather(-1, first.expand(*shape, n))
-        .reshape(-1, n)
-    )
+    places = second.argsort(-1).expand(*shape, n)
+    positions = places.gather(-1, first.expand(*shape, n))
     later = torch.ones(n, n, dtype=torch.bool, device=positions.device).triu(1)
-    swapped = ((positions[:, :, None] > positions[:, None, :]) & later).sum((1, 2))
-    return (1 - 4 * swapped.double() / max(1, n * (n - 1))).reshape(shape)
+    descends = positions[..., :, None] > positions[..., None, :]
+    swapped = (descends & later).sum((-1, -2))
+    return 1 - 4 * swapped.double() / max(1, n * (n - 1))
 
 
 class SortingTracker:
