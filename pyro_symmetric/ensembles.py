@@ -103,9 +103,9 @@ def ensemble(
     :param optimizer: stacked parameters -> an element-wise PyTorch optimiser. Default:
         Adam with learning rate 0.01.
     :param cosine: whether the learning rate decays to zero along a cosine.
-    :param initial: number of members -> their initial parameters, e.g.
-        :func:`~pyro_symmetric.ensembles.initialised_by`. Default: the modules' own
-        initialisation.
+    :param initial: number of members -> their initial parameters, e.g. ``lambda n:
+        torch.func.stack_module_state([make() for _ in range(n)])[0]``. Default: the
+        modules' own initialisation.
     :param members_at_once: number of members that are trained together, with a seed of
         their own.
     :param watch: called after each step with the step's number and the weights of the
@@ -398,7 +398,8 @@ def _objective(
     if not isinstance(loss, str):
         return _loss_of_network(net, loss, x, y)
     arguments.one_of("loss", loss, LOSSES, "a function")
-    return _loss_of_network(net, _refusing(LOSSES[loss], _misfit(loss, y)), x, y)
+    _require_meaning(loss, y)
+    return _loss_of_network(net, LOSSES[loss], x, y)
 
 
 def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
@@ -454,35 +455,16 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
 
-def _misfit(loss: str, y: Tensor) -> str:
-    """Return what is wrong with targets that a loss would score without a meaning;
-    empty if nothing is."""
-    low = y.min().item()
-    high = y.max().item()
-    if loss == "binary_cross_entropy" and not 0 <= low <= high <= 1:
-        return (
-            f"data: targets of 'binary_cross_entropy' lie from {low:g} to {high:g}; "
-            "they must be 0 or 1, or probabilities between them"
-        )
+def _require_meaning(loss: str, y: Tensor) -> None:
+    """Refuse targets that a loss would score without a meaning."""
+    low, high = y.min().item(), y.max().item()
     # PyTorch leaves out labels of -100, and takes negative probabilities.
-    if loss == "cross_entropy" and low < 0:
-        return (
-            f"data: a target of 'cross_entropy' is {low:g}; labels are whole numbers "
-            "from 0 on, and probabilities aren't negative"
+    if (loss != "mse" and low < 0) or (loss == "binary_cross_entropy" and high > 1):
+        raise ValueError(
+            f"data: targets of {loss!r} lie from {low:g} to {high:g}; they must be "
+            "probabilities, or labels from 0 on (of two classes 0 and 1); other numbers "
+            "take 'mse'"
         )
-    return ""
-
-
-def _refusing(loss: Loss, misfit: str) -> Loss:
-    """Let a loss refuse its targets, after the shapes that it refuses itself."""
-
-    def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(outputs, targets)
-        if misfit:
-            raise ValueError(misfit)
-        return value
-
-    return evaluate
 
 
 def _of_values(loss: Loss) -> Loss:
@@ -521,8 +503,7 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
 
     Parameters that no module resets keep their values in all members, with a warning
     unless they are constant (ones, zeros). Initialisation by the network itself, after
-    its modules were built, isn't repeated. Use
-    :func:`initialised_by` in both cases.
+    its modules were built, isn't repeated. Pass ``initial`` in both cases.
     """
     if isinstance(net, BayesianModel):
         parameters = dict(net.net.named_parameters())
@@ -564,32 +545,11 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
         warnings.warn(
             f"no module resets the parameters {varying}, so they start with the same "
             "values in all members; pass "
-            "initial=initialised_by(...) with a function that builds the network",
+            "initial=, a function that builds networks and stacks their parameters",
             UserWarning,
             stacklevel=2,
         )
     return members
-
-
-def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
-    """Return a function for ``ensemble(..., initial=)`` that builds a network for each
-    member's initial values.
-
-    >>> initial = ps.ensembles.initialised_by(lambda: nn.Linear(4, 3))
-    >>> initial(5)["weight"].shape
-    torch.Size([5, 3, 4])
-
-    :param make: builds a network, always of the same architecture.
-    """
-
-    def initial(count: int) -> Weights:
-        members = [dict(make().named_parameters()) for _ in range(count)]
-        return {
-            name: torch.stack([member[name].detach() for member in members])
-            for name in members[0]
-        }
-
-    return initial
 
 
 def _initial_values(
@@ -599,20 +559,14 @@ def _initial_values(
     start = arguments.weights(
         "the result of initial", (initial or objective.fresh)(count)
     )
+    unconstrained = {}
     for name, shape in objective.shapes.items():
-        if name not in start or start[name].shape != (count, *shape):
-            problem = (
-                "is missing"
-                if name not in start
-                else f"has shape {tuple(start[name].shape)}"
-            )
+        found = tuple(start[name].shape) if name in start else "missing"
+        if found != (count, *shape):
             raise ValueError(
-                f"initial: {name!r} {problem}; its shape must be {(count, *shape)}"
+                f"initial: the shape of {name!r} is {found}; it must be "
+                f"{(count, *shape)}"
             )
-    unconstrained = {
-        name: objective.transforms[name].inv(start[name]) for name in objective.shapes
-    }
-    return {
-        name: v.detach().to(objective.x.device).clone().requires_grad_()
-        for name, v in unconstrained.items()
-    }
+        value = objective.transforms[name].inv(start[name]).detach()
+        unconstrained[name] = value.to(objective.x.device).clone().requires_grad_()
+    return unconstrained
