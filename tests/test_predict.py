@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
@@ -150,6 +151,17 @@ def test_a_guide_is_asked_for_draws(model, x):
     guide.setup(x, torch.zeros(9, dtype=torch.long))
     assert predict(guide, model, x, num_samples=7).shape == (7, 9, 3)
     assert predict(guide, model, x).shape == (100, 9, 3)
+
+
+@pytest.mark.parametrize("kind", [AutoNormal, AutoDelta, AutoMultivariateNormal])
+def test_guides_of_pyro_are_asked_for_draws_too(kind, model, x):
+    guide = kind(model)
+    guide(x, torch.zeros(9, dtype=torch.long))
+    torch.manual_seed(1)
+    found = predict(guide, model, x, kind="mean", num_samples=3)
+    torch.manual_seed(1)
+    draws = ps.guides.sample_posterior(guide, (3,))
+    torch.testing.assert_close(found, model.outputs(draws, x).softmax(-1))
 
 
 def test_a_network_is_evaluated_in_eval_mode_and_left_alone(x):

@@ -38,6 +38,7 @@ from pyro_symmetric.guides.base import (
     action_on,
     layout_of,
 )
+from pyro_symmetric.posterior.predict import FROM_ABOVE
 from pyro_symmetric.weights import Weights, drop_names
 
 NUM_EQUAL = 8  # equal draws reveal a point mass
@@ -265,6 +266,9 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
                 for name, value in guide.median().items()
             }
         return layout.constrain(plain_posterior(guide).sample(shape))
+
+
+FROM_ABOVE["draw"] = sample_posterior
 
 
 def _no_model() -> None:

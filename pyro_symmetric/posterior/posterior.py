@@ -36,7 +36,6 @@ from pyro_symmetric.arguments import (
     Args,
     Device,
     Entries,
-    Function,
     Json,
     Keywords,
     Model,
@@ -45,6 +44,7 @@ from pyro_symmetric.arguments import (
     as_tensor,
     described,
 )
+from pyro_symmetric.posterior.predict import FROM_ABOVE as FROM_ABOVE
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import html_table, metadata_as_json, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
@@ -88,11 +88,6 @@ class Source(_Call):
     def symmetry(self) -> Any:
         """The model's symmetry, found when it is first asked for."""
         return FROM_ABOVE["find"](self)
-
-
-# What posteriors need from rooms on the floors above, which register it: "find" and
-# "read" symmetries, "align" draws, and whether chains "agree" modulo one.
-FROM_ABOVE = dict[str, Function]()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

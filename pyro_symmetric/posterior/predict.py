@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
@@ -28,6 +29,7 @@ from pyro_symmetric.arguments import (
     Device,
     Dtype,
     Entries,
+    Function,
     Model,
     Values,
     described_call,
@@ -61,6 +63,10 @@ from pyro_symmetric.weights import (
     shapes_of,
 )
 
+# What posteriors need from rooms on the floors above, which register it: "find" and
+# "read" symmetries, "align" draws, whether chains "agree" modulo one, and how to "draw"
+# from guides.
+FROM_ABOVE = dict[str, Function]()
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU as many as its cache holds,
@@ -90,9 +96,8 @@ def predict(
     torch.Size([400, 7, 3])
 
     :param posterior: a ``Posterior``, taken chain after chain; weights, whose batch
-        shape the result keeps; or a guide of this library (of others, pass
-        ``ps.guides.sample_posterior(guide, (100,))``). Running statistics in the draws replace
-        those of the network.
+        shape the result keeps; or an automatic guide. Running statistics in the draws
+        replace those of the network.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the
         sites; or any Pyro model.
     :param args: the model's arguments: inputs, rows first. Targets are left out, or
@@ -120,17 +125,12 @@ def predict(
         )
     arguments.whole("num_samples", num_samples, 1, none="all")
     weights = posterior
-    if hasattr(posterior, "sample_posterior"):
-        weights = posterior.sample_posterior((num_samples or GUIDE_DRAWS,))
+    if isinstance(posterior, AutoGuide):
+        weights = FROM_ABOVE["draw"](posterior, (num_samples or GUIDE_DRAWS,))
         num_samples = None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
-    arguments.weights(
-        "posterior",
-        weights,
-        "a Posterior, or a guide of this library; of another guide pass "
-        "ps.guides.sample_posterior(guide, (100,))",
-    )
+    arguments.weights("posterior", weights, "a Posterior, or an automatic guide")
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
         isinstance(model, BayesianModel)
