@@ -210,15 +210,13 @@ class BayesianModel(nn.Module):
             }
             for name, prior in priors.items():
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
-                    shapes = f"batch shape {tuple(prior.batch_shape)} and event shape {tuple(prior.event_shape)}"
-                    expected = f"its event shape must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
-                    raise ValueError(f"the prior of {name!r} has {shapes}; {expected}")
+                    raise ValueError(
+                        f"the prior of {name!r} has batch shape "
+                        f"{tuple(prior.batch_shape)} and event shape "
+                        f"{tuple(prior.event_shape)}; these must be () and the "
+                        "parameter's shape (did you forget .to_event?)"
+                    )
             latents = self.likelihood.latents(like)
-            if clash := (set(latents) | {"y", "data"}) & set(priors):
-                raise ValueError(
-                    f"the network's parameters {sorted(clash)} have names of the "
-                    "likelihood's sites"
-                )
             self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
         return self._prior_cache[1]
 

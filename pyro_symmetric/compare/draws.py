@@ -88,7 +88,12 @@ class PairedSamples:
             )
         self.layers: dict[str, list[str]] = {}
         for site, value in p.items():
-            _require_alike(site, value, q[site])
+            if value.shape[1:] != q[site].shape[1:]:
+                raise ValueError(
+                    f"{site!r} has shape {tuple(value.shape)} in weights_p and "
+                    f"{tuple(q[site].shape)} in weights_q; both must be (samples, "
+                    "*site_shape). For chains (chains, draws, ...) pass a Posterior"
+                )
             self.layers.setdefault(site.rpartition(".")[0] or site, []).append(site)
         self.shapes = map_values(lambda value: value.shape[1:], p)
         self.num_samples = (len(first_value(p)), len(first_value(q)))
@@ -120,21 +125,6 @@ class PairedSamples:
     def num_weights(self, layer: str) -> int:
         """Return the number of weights of one sample in a layer."""
         return sum(self.shapes[site].numel() for site in self.layers[layer])
-
-
-def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
-    """Check that both sides of a site are floating-point samples of one shape."""
-    if p.dim() == 0 or q.dim() == 0 or q.shape[1:] != p.shape[1:]:
-        raise ValueError(
-            f"{site!r} has shape {tuple(p.shape)} in weights_p and {tuple(q.shape)} in "
-            "weights_q; both must be "
-            "(samples, *site_shape). For chains (chains, draws, ...) pass a Posterior"
-        )
-    if not p.is_floating_point() or not q.is_floating_point():
-        raise ValueError(
-            f"{site!r} holds {p.dtype} and {q.dtype}; only floating-point weights have "
-            "distances"
-        )
 
 
 def independent_draws(posterior: Posterior) -> int:

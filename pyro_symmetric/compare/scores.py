@@ -331,11 +331,6 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or
         positive.
     """
-    if isinstance(p, tuple) != isinstance(q, tuple):
-        raise TypeError(
-            "p and q must both be class probabilities, or both pairs (means, "
-            "noise_scale)"
-        )
     first, second = _side(p, "p"), _side(q, "q")
     shapes = [tuple(side[0].shape[1:]) for side in (first, second)]
     if shapes[0] != shapes[1]:

@@ -218,8 +218,6 @@ def layout_of(guide: AutoGuide) -> Layout:
             "for a stock guide) or take one SVI step first"
         )
     nodes = dict(trace.iter_stochastic_nodes())
-    if not nodes:
-        raise ValueError("the model has no latent site; a guide needs at least one")
     shapes = map_values(lambda node: node["value"].shape, nodes)
     return Layout(shapes, map_values(lambda node: biject_to(node["fn"].support), nodes))
 

@@ -227,12 +227,6 @@ class _Joint:
         count = math.prod(map(int, particles))
         if self._element is None:
             self._element = group.without_buffers().sample((count,), device=base.device)
-        if self._element.batch_shape != (count,):
-            raise ValueError(
-                f"site {site!r} is drawn {count} times, but sites that the group moves "
-                f"with it {self._element.batch_shape[0]} times; draw them in the same "
-                "plates"
-            )
         moved = self._element.on_site(site, base.reshape(*copies, count, *shape))
         value = moved.reshape(base.shape)
         self.drawn[site] = MovedDraws(base, value, version=version_of(value))
@@ -493,8 +487,6 @@ def _require_site(site: str, msg: Any, joint: _Joint) -> None:
     if msg["is_observed"]:
         raise ValueError(f"site {site!r} is observed in the guide; a guide draws it")
     if tuple(fn.shape()) != tuple(shape):
-        if fn.shape()[len(fn.shape()) - len(shape) :] == shape:
-            raise _dependent(site)
         raise ValueError(
             f"site {site!r} has shape {tuple(fn.shape())}; the group's is "
             f"{tuple(shape)}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.arguments import Device, Json, described
+from pyro_symmetric.arguments import Device, Json
 from pyro_symmetric.distributions import (
     ExactOrbit,
     InfoNCE,
@@ -61,12 +61,6 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     :raises ValueError: for a guide that isn't set up, or holds NaN or infinite values.
     :raises OSError: if the file can't be written.
     """
-    if not isinstance(guide, AutoGuide):
-        raise TypeError(
-            f"guide is {described(guide)}, no AutoGuide; of a guide written by hand "
-            "save the parameters, "
-            "pyro.get_param_store() or its module's state_dict()"
-        )
     header: Json = {"sites": _sites_of(guide), "group": None}
     require_finite(dict(guide.named_parameters()), "guide")
     moments = AutoGaussian(guide, plain_posterior(guide))

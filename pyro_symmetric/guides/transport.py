@@ -140,12 +140,6 @@ def _affine_action(element: Element, guide: AutoGuide) -> Action:
         Element,
         "an element of a group, as align(a, b, group).element is",
     )
-    if element.batch_shape:
-        raise ValueError(
-            f"element is a batch of shape {tuple(element.batch_shape)}; a guide is "
-            "pushed forward by one element "
-            "(element.select(0) is the first)"
-        )
     layout = layout_of(guide)
     group = element.group
     group.require_own(layout.site_shapes, "the guide")
@@ -194,25 +188,17 @@ def barycentre(
         form.
     """
     guides = arguments.listed("guides", guides, object, "guides, or of weights")
-    if not guides:
-        raise ValueError("guides is empty; a barycentre needs at least one")
     shares = as_tensor(
         [1.0] * len(guides) if weights is None else weights, dtype=torch.float64
     )
-    if (
-        shares.shape != (len(guides),)
-        or not (shares >= 0).all()
-        or not 0 < float(shares.sum()) < torch.inf
-    ):
+    total = float(shares.sum())
+    if shares.shape != (len(guides),) or min(shares) < 0 or not 0 < total < torch.inf:
         raise ValueError(
             f"weights are {weights}; there must be {len(guides)} numbers, none "
             "negative, one a guide"
         )
-    return _barycentre(
-        guides,
-        (shares / shares.sum()).tolist(),
-        [f"guides[{k}]" for k in range(len(guides))],
-    )
+    names = [f"guides[{k}]" for k in range(len(guides))]
+    return _barycentre(guides, (shares / total).tolist(), names)
 
 
 @torch.no_grad()

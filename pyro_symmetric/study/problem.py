@@ -25,6 +25,7 @@ from pyro_symmetric.models import (
     CategoricalLikelihood,
     GaussianLikelihood,
     GaussianPrior,
+    Likelihood,
 )
 from pyro_symmetric.networks import NETWORKS, net_from_callable
 from pyro_symmetric.weights import Tensors, drop_names, map_values
@@ -140,19 +141,15 @@ class StudySettings:
     dtype: str = option("float32", "float32 (default) or float64")
 
     def __post_init__(self) -> None:
-        if isinstance(self.prior_scale, str | int | float):
-            object.__setattr__(self, "prior_scale", str(self.prior_scale).split(","))
-        object.__setattr__(
-            self,
-            "prior_scale",
-            [str(scale).removesuffix(".0") for scale in self.prior_scale],
-        )
-        for name in ("hidden", "methods", "prior_scale"):
-            values = (
-                tuple(dict.fromkeys(getattr(self, name)))
-                if name == "methods"
-                else tuple(getattr(self, name))
-            )
+        scales: Any = self.prior_scale
+        if isinstance(scales, str | int | float):
+            scales = str(scales).split(",")
+        lists = {
+            "hidden": tuple(self.hidden),
+            "methods": tuple(dict.fromkeys(self.methods)),
+            "prior_scale": tuple(str(scale).removesuffix(".0") for scale in scales),
+        }
+        for name, values in lists.items():
             object.__setattr__(self, name, values)
             if not values:
                 raise ValueError(f"--{name} is empty; it must list one or more")
@@ -161,11 +158,6 @@ class StudySettings:
         arguments.one_of("--activation", self.activation, ACTIVATIONS)
         arguments.one_of("--dtype", self.dtype, DTYPES)
         arguments.one_of("--device", self.device, ("cpu", "cuda", "auto"))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "--device is cuda, but PyTorch sees no CUDA device here; use cpu or "
-                "auto"
-            )
         arguments.whole("--seed", self.seed, 0, 2**31 - 1)
         arguments.whole("--draws", self.draws, 8)
         arguments.positive("--noise", self.noise, none="a learnt one")
@@ -298,20 +290,22 @@ def build_problem(settings: StudySettings) -> Problem:
     :raises ValueError: if the data, the network or their combination can't be used.
     :raises FileNotFoundError: if the data are missing.
     """
-    placement: Any = {"dtype": DTYPES[settings.dtype], "device": settings.torch_device}
     source: Any = {
         "root": settings.data_root,
         "download": settings.download,
         "seed": settings.seed,
     }
-    rows = {
-        name: getattr(settings, name)
-        for name in ("target", "split", "max_train", "max_test")
-    }
-    # held-out classes serve as out-of-distribution inputs
-    hold_out = None if settings.ood else "auto"
     dataset = datasets.load(
-        settings.data, hold_out=hold_out, **placement, **rows, **source
+        settings.data,
+        # held-out classes serve as out-of-distribution inputs
+        hold_out=None if settings.ood else "auto",
+        dtype=DTYPES[settings.dtype],
+        device=settings.torch_device,
+        target=settings.target,
+        split=settings.split,
+        max_train=settings.max_train,
+        max_test=settings.max_test,
+        **source,
     )
     if settings.ood:
         dataset = datasets.ood(
@@ -325,17 +319,14 @@ def build_problem(settings: StudySettings) -> Problem:
         )
     net = build_net(settings, dataset)
     settle_statistics(net, dataset.train_x)
-    symmetry = find_symmetry(
-        net, dataset.train_x[:2], logits=is_classification
-    ).holding(net)
-    noise = {"temperature": settings.temperature}
-    likelihood = (
-        CategoricalLikelihood(**noise)
-        if is_classification
-        else GaussianLikelihood(settings.noise, **noise)
+    found = find_symmetry(net, dataset.train_x[:2], logits=is_classification)
+    likelihood: Likelihood = GaussianLikelihood(
+        settings.noise, temperature=settings.temperature
     )
+    if is_classification:
+        likelihood = CategoricalLikelihood(settings.temperature)
     model = BayesianModel(net, settings.prior(), likelihood, len(dataset.train_x))
-    return Problem(settings, dataset, model, symmetry)
+    return Problem(settings, dataset, model, found.holding(net))
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:

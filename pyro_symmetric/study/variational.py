@@ -51,12 +51,10 @@ PARTICLES = 4
 @register("mean-field", BUDGET, quick=QUICK)
 def mean_field(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Fit Pyro's AutoNormal by SVI: an independent Gaussian for each weight."""
-    yield pooled(
-        [
-            _fit(problem, *_mean_field(problem, budget, progress))
-            for _ in range(budget.modes)
-        ]
-    )
+    fits = []
+    for _ in range(budget.modes):
+        fits.append(_fit(problem, *_mean_field(problem, budget, progress)))
+    yield pooled(fits)
 
 
 @register("symmetrized", {**BUDGET, "proposals": 4}, quick=QUICK)
@@ -64,12 +62,7 @@ def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Fit AutoSymmetrized: the mean-field guide averaged over all permutations of
     hidden units and, where they are symmetries, all sign flips (Gelberg et al. 2024),
     trained with SinkhornImportance. Its draws visit all copies equally."""
-    yield pooled(
-        [
-            _symmetrized(problem, budget, AutoDiagonalNormal, progress)
-            for _ in range(budget.modes)
-        ]
-    )
+    yield _symmetrized(problem, budget, AutoDiagonalNormal, progress)
 
 
 @register(
@@ -84,21 +77,14 @@ def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterato
     many weights."""
     shapes = problem.model.site_shapes
     positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
-    entries = sum(
-        units * weights**2 for units, weights in (block.shape for block in positions)
-    )
+    entries = sum(block.numel() * block.shape[1] for block in positions)
     if entries > budget.largest:
         raise TooLarge(
             f"the covariances of its units have {entries:,} entries, more than "
             f"{budget.largest:,}; "
             f"symmetrized-blocks:largest={entries} fits it nevertheless"
         )
-    yield pooled(
-        [
-            _symmetrized(problem, budget, AutoUnitBlocks, progress)
-            for _ in range(budget.modes)
-        ]
-    )
+    yield _symmetrized(problem, budget, AutoUnitBlocks, progress)
 
 
 @register(
@@ -117,35 +103,30 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     fits = [_mean_field(problem, budget, progress) for _ in range(max(2, budget.modes))]
     first, *others = (guide for guide, _ in fits)
     finite = problem.symmetry.finite
-    alignments = [
-        align(other, first, finite, cost="wasserstein", progress=progress)
-        for other in others
-    ]
-    moved = [
-        push_forward(other, alignment.element)
-        for other, alignment in zip(others, alignments, strict=True)
-    ]
+    moved, before, after = [], [], []
+    for other in others:
+        found = align(other, first, finite, cost="wasserstein", progress=progress)
+        moved.append(push_forward(other, found.element))
+        before.append(found.initial_cost)
+        after.append(found.cost)
     drawn = moved if budget.modes == 1 else [first, *moved]
     both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
     data = problem.dataset
     rows = {"train": (data.train_x, data.train_y), "test": (data.test_x, data.test_y)}
-    path = {
-        "num_points": budget.path_points,
-        "num_samples": budget.path_draws,
-        "progress": progress,
-    }
-    ends = {"aligned": moved[0], "unaligned": others[0]}
-    curves = {
-        name: loss_barrier(first, end, problem.model, rows, **path).to_dict()
-        for name, end in ends.items()
-    }
+    curves = {}
+    for name, end in {"aligned": moved[0], "unaligned": others[0]}.items():
+        curves[name] = loss_barrier(
+            first,
+            end,
+            problem.model,
+            rows,
+            num_points=budget.path_points,
+            num_samples=budget.path_draws,
+            progress=progress,
+        ).to_dict()
     details = {
-        "squared_wasserstein_before": statistics.fmean(
-            alignment.initial_cost for alignment in alignments
-        ),
-        "squared_wasserstein_after": statistics.fmean(
-            alignment.cost for alignment in alignments
-        ),
+        "squared_wasserstein_before": statistics.fmean(before),
+        "squared_wasserstein_after": statistics.fmean(after),
     }
     yield Fit(both.posterior, {**both.found, "barrier": curves, "details": details})
     yield _fit(problem, barycentre([first, *moved]), [])
@@ -183,16 +164,19 @@ def _mean_field(
 def _symmetrized(
     problem: Problem, budget: Any, base: type[AutoGuide], progress: bool
 ) -> Fit:
-    options = {"init_loc_fn": _start(problem), "init_scale": budget.init_scale}
-    estimator = SinkhornImportance(budget.proposals)
-    guide = AutoSymmetrized(
-        problem.model,
-        problem.symmetry.finite,
-        base=base,
-        estimator=estimator,
-        **options,
-    )
-    return _fit(problem, guide, _train(problem, budget, guide, progress))
+    fits = []
+    for _ in range(budget.modes):
+        guide = AutoSymmetrized(
+            problem.model,
+            problem.symmetry.finite,
+            base,
+            SinkhornImportance(budget.proposals),
+            init_loc_fn=_start(problem),
+            init_scale=budget.init_scale,
+        )
+        losses = _train(problem, budget, guide, progress)
+        fits.append(_fit(problem, guide, losses))
+    return pooled(fits)
 
 
 def _start(problem: Problem) -> Any:
