@@ -258,7 +258,8 @@ def diagnose(
     arguments.whole("num_draws", num_draws, 1)
     carried = carried_symmetry(symmetry, posterior)
     group = None if carried.is_trivial else carried.group
-    posterior = chains_of(posterior, shapes=group and group.site_shapes)
+    shapes = None if group is None else group.site_shapes
+    posterior = chains_of(posterior, shapes=shapes)
     if not any(value.numel() for value in posterior.samples.values()):
         raise ValueError(
             "posterior is empty; it must have a chain, a draw and an entry"
