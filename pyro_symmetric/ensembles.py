@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Device, Json, described
+from pyro_symmetric.arguments import Device, described
 from pyro_symmetric.density.eager import require_data
 from pyro_symmetric.models import (
     BayesianModel,
@@ -229,25 +229,16 @@ class Objective:
         """Return the losses ``(M,)`` of all members, on rows of their own ``(M, B)`` or
         on common rows.
         """
-
-        def evaluate(
-            unconstrained: Weights, buffers: Weights, x: Tensor, y: Tensor
-        ) -> Tensor:
-            return self.loss(self.constrain(unconstrained), buffers, x, y)
-
         axis = None if isinstance(rows, slice) else 0
-        options: Json = {
-            "in_dims": (0, 0, axis, axis),
-            "randomness": "different",
-        }
         return over_weights(
             self.net,
-            evaluate,
+            lambda values, *others: self.loss(self.constrain(values), *others),
             unconstrained,
             buffers,
             self.x[rows],
             self.y[rows],
-            **options,
+            in_dims=(0, 0, axis, axis),
+            randomness="different",
         )
 
 

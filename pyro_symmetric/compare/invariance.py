@@ -352,13 +352,8 @@ def _exact_table(h: int) -> Tensor:
 def holm(p_values: Tensor) -> Tensor:
     """Adjust p-values ``(T,)`` by Holm's method (1979), in the given order."""
     ordered, order = p_values.sort()
-    factors = torch.arange(
-        p_values.numel(), 0, -1, dtype=p_values.dtype, device=p_values.device
-    )
+    factors = torch.arange(len(ordered), 0, -1).to(ordered)
     adjusted = torch.empty_like(p_values)
-    adjusted[order] = (
-        (ordered * factors).cummax(0).values.clamp(max=1)
-        if p_values.numel()
-        else ordered
-    )
+    if len(ordered):
+        adjusted[order] = (ordered * factors).cummax(0).values.clamp(max=1)
     return adjusted

@@ -404,10 +404,10 @@ class _CopiedSite(TorchDistribution):
                 "the group ties all rows: draw it outside of plates, by .to_event"
             )
         share = self._share(x)
-        log_prob = parts.log_prob + share
-        if not self.has_rsample:
-            return ScoreParts(log_prob, parts.score_function, parts.entropy_term)
-        return ScoreParts(log_prob, parts.score_function, parts.entropy_term + share)
+        log_prob, score_function, entropy_term = parts
+        if self.has_rsample:
+            entropy_term = entropy_term + share
+        return ScoreParts(log_prob + share, score_function, entropy_term)
 
     def _share(self, value: Tensor) -> Tensor:
         """Return the log-ratio, shared evenly by the rows of plates inside the

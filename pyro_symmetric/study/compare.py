@@ -201,14 +201,11 @@ def named_reference(methods: Sequence[Method], settings: StudySettings) -> str:
     :raises ValueError: if it gives too few draws to be split in halves.
     """
     make_method(settings.reference)
-    named = [
-        method
-        for method in methods
-        if settings.reference in (method.title, method.name)
-    ]
-    if not named:
+    named = {method.name: method for method in reversed(methods)}
+    named |= {method.title: method for method in methods}
+    if settings.reference not in named:
         return settings.reference
-    method = min(named, key=lambda method: method.title != settings.reference)
+    method = named[settings.reference]
     draws = method.most_draws(method.parts) if method.most_draws else settings.draws
     if draws < MIN_REFERENCE:
         raise ValueError(

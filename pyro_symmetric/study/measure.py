@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -354,15 +355,10 @@ def groups_of(count: int) -> Tensor:
     return torch.randperm(count, generator=generator, device="cpu") % GROUPS
 
 
-def _numbers(scores: Json, prefix: str = "") -> dict[str, float]:
+def _numbers(scores: Json) -> dict[str, float]:
     """Return the single numbers among scores, by path."""
-    numbers = dict[str, float]()
-    for name, value in scores.items():
-        if isinstance(value, dict):
-            numbers |= _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, float):
-            numbers[prefix + name] = value
-    return numbers
+    (row,) = pd.json_normalize(scores, sep="/").to_dict("records")
+    return {path: value for path, value in row.items() if isinstance(value, float)}
 
 
 def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
@@ -370,21 +366,18 @@ def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
     errors, by path, of scores and of these differences, which share their rows.
     """
     scores = _numbers(draws.scores)
-    errors = {}
-    for name in scores:
-        errors[f"prediction/{name}"] = _jackknife([r[name] for r in draws.replicates])
-    if reference is None:
-        return {"paired": {}, "errors": errors}
-    paired = {}
-    theirs = _numbers(reference.scores)
-    for name in filter(theirs.__contains__, scores):  # a network alone has fewer
-        paired[name] = scores[name] - theirs[name]
-        pairs = zip(draws.replicates, reference.replicates, strict=True)
-        differences = [first[name] - second[name] for first, second in pairs]
-        errors[f"paired/{name}"] = _jackknife(differences)
-    for name in ("nll", "log_predictive_density"):
-        if name in paired:
-            errors["distance/prediction/nll_gap"] = errors[f"paired/{name}"]
+    theirs = _numbers(reference.scores) if reference else {}
+    errors, paired = {}, {}
+    for name, score in scores.items():
+        replicates = [numbers[name] for numbers in draws.replicates]
+        errors[f"prediction/{name}"] = _jackknife(replicates)
+        if reference and name in theirs:  # a network alone has fewer
+            paired[name] = score - theirs[name]
+            pairs = zip(replicates, reference.replicates, strict=True)
+            differences = [first - second[name] for first, second in pairs]
+            errors[f"paired/{name}"] = _jackknife(differences)
+    for name in {"nll", "log_predictive_density"} & paired.keys():
+        errors["distance/prediction/nll_gap"] = errors[f"paired/{name}"]
     return {"paired": paired, "errors": errors}
 
 
