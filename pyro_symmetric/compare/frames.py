@@ -12,7 +12,7 @@ where there is none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import Frame, align_many
+from pyro_symmetric.arguments import Keywords
 from pyro_symmetric.canonical.forms import (
     RARE,
     canonicalize,
@@ -207,49 +208,36 @@ def summary(
     carried = carried_symmetry(symmetry, posterior)
     shapes = None if carried.is_trivial else carried.group.site_shapes
     chains = chains_of(posterior, shapes=shapes)
-    if carried.is_found:
-        chains, lines = _certainly_aligned(chains, carried, alignment)
-    elif carried.is_trivial:
-        lines = []
-    else:
-        frame = align_many(chains, carried.group, **alignment)
-        modulo = carried.line or f"modulo {str(carried.group).splitlines()[0]}"
-        left = _left_as_drawn(frame.posterior, carried.group)
-        remarks = _remarks(frame, carried.group)
-        chains, frames = in_certain_frames(frame.posterior, carried.group)
-        lines = [_moved(frame, modulo), *left, *remarks, *frames]
+    lines: list[str] = []
+    if carried.is_found or not carried.is_trivial:
+        chains, lines = _aligned(chains, carried, alignment)
     return chains.summarised(prob, lines)
 
 
-def _certainly_aligned(
-    posterior: Posterior, carried: Carried, alignment: Mapping[str, Any]
+def _aligned(
+    posterior: Posterior, carried: Carried, alignment: Keywords
 ) -> tuple[Posterior, list[str]]:
-    """Align draws modulo the units of a found symmetry whose labels are certain, and its
-    rotations; return them, and what was done.
+    """Align draws modulo a symmetry, of one that was found only the units whose labels
+    are certain, and its rotations; return them, and what was done.
     """
-    group = carried.group.compact
-    left = []
-    alignment = {"seed": SEED, **alignment}
+    group, left, told = carried.group, list[str](), list[str]()
+    if carried.is_found:
+        group = group.compact
+        told = carried.line.splitlines()[1:]
+        alignment = {"seed": SEED, **alignment}
     while group.units:
         frame = align_many(posterior, group, **alignment)
-        uncertain = uncertain_labels(frame.posterior, group)
+        uncertain = uncertain_labels(frame.posterior, group) if carried.is_found else []
         if not uncertain:
-            modulo = f"modulo {moves_in_words(group)}, found in the model"
-            dropped = sorted({*posterior.samples} - {*frame.posterior.samples})
-            if dropped:
-                left.append(
-                    f"{dropped} belong to the draws as they were and are left out; "
-                    "predict computes them anew"
-                )
-            lines = [_moved(frame, modulo), *left, *_remarks(frame, group)]
+            left += _left_as_drawn(frame.posterior, group, posterior, carried)
             shown, frames = in_certain_frames(frame.posterior, group)
-            return shown, [*lines, *frames, *carried.line.splitlines()[1:]]
+            remarks = [*left, *_remarks(frame, group), *frames, *told]
+            return shown, [_moved(frame, group, carried), *remarks]
         for labels in uncertain:
             left.append(f"left as drawn: {labels.in_words(group)}")
         for labels in uncertain:
             group = group.without([labels.units], labels.move)
-    lines = carried.line.splitlines()
-    return posterior, [*left, *(lines[1:] if left else lines)]
+    return posterior, [*left, *told] if left else carried.line.splitlines()
 
 
 # small steps --------------------------------------------------------------------------
@@ -271,8 +259,11 @@ def _select(weights: Tensors, rows: Tensor) -> Weights:
     return map_values(lambda value: value[rows.to(value.device)], weights)
 
 
-def _moved(frame: Frame, modulo: str) -> str:
+def _moved(frame: Frame, group: Group, carried: Carried) -> str:
     """Return a line on the draws that were moved."""
+    modulo = carried.line or f"modulo {str(group).splitlines()[0]}"
+    if carried.is_found:
+        modulo = f"modulo {moves_in_words(group)}, found in the model"
     posterior = frame.posterior
     cost = frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
@@ -283,8 +274,19 @@ def _moved(frame: Frame, modulo: str) -> str:
     )
 
 
-def _left_as_drawn(posterior: Posterior, group: Group) -> Iterator[str]:
-    """Yield a remark on sites of which a declaration may say too little."""
+def _left_as_drawn(
+    aligned: Posterior, group: Group, drawn: Posterior, carried: Carried
+) -> Iterator[str]:
+    """Yield a remark on sites that are left out, or of which a declaration may say too
+    little.
+    """
+    if carried.is_found:
+        if dropped := sorted(drawn.samples.keys() - aligned.samples.keys()):
+            yield (
+                f"{dropped} belong to the draws as they were and are left out; "
+                "predict computes them anew"
+            )
+        return
     counts = {one.count for one in group.units.values()}
     moved = {*group.site_shapes}
     if not group.of_network:  # its example may hold sites that its axes don't name
@@ -293,7 +295,7 @@ def _left_as_drawn(posterior: Posterior, group: Group) -> Iterator[str]:
             for s, shape in group.site_shapes.items()
             if s not in group.sites and counts & {*shape}
         }
-    if unknown := [site for site in posterior.samples if site not in moved]:
+    if unknown := [site for site in aligned.samples if site not in moved]:
         yield (
             f"left as drawn: the sites {unknown}, on which the symmetry doesn't act. "
             "If their entries belong to its "

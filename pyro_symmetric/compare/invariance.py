@@ -113,39 +113,27 @@ def invariance_tests(
     kept = thinned(posterior).get_samples()
     draws = len(kept[group.required_sites[0]])
     parts = Parts()
-    floors = []
+    floors, p_values = [], []
     for name, axes in unit_axes.items():
         shape = (group[name].copies, group[name].size)
-        values = [
-            kept[axis.site].detach().reshape(-1, *group.view_shapes[axis.site])
-            for axis in axes
-        ]
-        units = torch.cat(
-            [
-                rows(v, a, v.dim() - 1).unflatten(1, shape)
-                for v, a in zip(values, axes, strict=True)
-            ],
-            -1,
-        )
+        entries = []
+        for axis in axes:
+            value = kept[axis.site].detach()
+            value = value.reshape(-1, *group.view_shapes[axis.site])
+            entries.append(rows(value, axis, value.dim() - 1).unflatten(1, shape))
+        units = torch.cat(entries, -1)
+        index = _index_test(units)
         marginal, floor = _marginal_tests(units.transpose(1, 2).flatten(2), level)
         sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
-        parts[name] = {
-            "size": group[name].size,
-            "sites": sites,
-            **_index_test(units),
-            **marginal,
-        }
+        parts[name] = {"size": group[name].size, "sites": sites, **index, **marginal}
         floors.append(floor)
-    p_values = [
-        part[test]
-        for part in parts.values()
-        for test in ("index_p_value", "marginal_p_value")
-    ]
-    adjusted = holm(torch.tensor(p_values, dtype=torch.float64, device="cpu"))
-    for part, (index, marginal) in zip(
-        parts.values(), adjusted.reshape(-1, 2).tolist(), strict=True
+        p_values.append([index["index_p_value"], marginal["marginal_p_value"]])
+    raw = torch.tensor(p_values, dtype=torch.float64, device="cpu")
+    adjusted = holm(raw.flatten()).view_as(raw)
+    for part, (of_index, of_marginal) in zip(
+        parts.values(), adjusted.tolist(), strict=True
     ):
-        part |= {"index_adjusted": index, "marginal_adjusted": marginal}
+        part |= {"index_adjusted": of_index, "marginal_adjusted": of_marginal}
     p_value = float(adjusted.min())
     weak = sum(floor * 2 * len(parts) > level for floor in floors)
     return SignificanceTest(

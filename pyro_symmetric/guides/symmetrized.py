@@ -297,14 +297,6 @@ class AutoSymmetrized(WeightsGuide):
             return super().sample_posterior(sample_shape)
         return sample_posterior(self.plain, sample_shape)
 
-    def median(self, *args: Any, **kwargs: Any) -> Weights:
-        """Return the median of every site in one copy of the mode, the base's."""
-        return super().median(*args, **kwargs)
-
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Return quantiles of every site in one copy of the mode, the base's."""
-        return super().quantiles(quantiles, *args, **kwargs)
-
     def extra_repr(self) -> str:
         """Show what rotations are left out, and, once the guide is set up, how far its
         units are from their priors.

@@ -37,7 +37,13 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.weights import Weights, first_value, map_values, select_rows
+from pyro_symmetric.weights import (
+    Weights,
+    first_value,
+    keep_names,
+    map_values,
+    select_rows,
+)
 
 # enough to tell underfitting from overfitting
 TRAINING_ROWS = 1_000
@@ -104,10 +110,8 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     keep = evenly_spaced(
         posterior.num_chains * posterior.num_samples, problem.settings.draws
     )
-    raw = {
-        site: value[keep].to(problem.x.device)
-        for site, value in posterior.get_samples().items()
-    }
+    drawn = select_rows(posterior.get_samples(), keep)
+    raw = map_values(lambda value: value.to(problem.x.device), drawn)
     data = problem.dataset
     prediction = predictive(raw, problem, data.test_x)
     outside = None if data.ood_x is None else predictions(raw, problem, data.ood_x)
@@ -390,11 +394,8 @@ def _jackknife(replicates: Sequence[float]) -> float:
 def _invariance(draws: Draws, problem: Problem, independent: int) -> Json:
     """Test permutation invariance on as many draws as count as independent."""
     keep = evenly_spaced(draws.count, independent)
-    weights = {
-        site: value[keep]
-        for site, value in draws.raw.items()
-        if site in problem.symmetry.site_shapes
-    }
+    named = keep_names(draws.raw, problem.symmetry.site_shapes)
+    weights = select_rows(named, keep)
     return {
         **invariance_tests(weights, problem.symmetry.permutations).to_dict(),
         "num_draws": len(keep),

@@ -322,21 +322,17 @@ def _laplace_draws(
             if name.startswith(f"{linear[-1]}.")
         }
     prior: Any = model.prior
-    precisions = [
-        problem.x.new_tensor(prior.scale_of(name, shape) ** -2)
-        for name, shape in shapes.items()
-    ]
+    scales = [prior.scale_of(name, shape) for name, shape in shapes.items()]
+    precisions = problem.x.new_tensor([scale**-2 for scale in scales])
     if structure != "kron":  # one precision per weight; "kron" takes one per parameter
-        pairs = zip(precisions, shapes.values(), strict=True)
-        precisions = [
-            value for one, shape in pairs for value in one.expand(shape.numel())
-        ]
+        counts = torch.tensor([shape.numel() for shape in shapes.values()])
+        precisions = precisions.repeat_interleave(counts.to(precisions.device))
     fitted = Laplace(
         net,
         "classification" if problem.is_classification else "regression",
         subset_of_weights=subset,
         hessian_structure=structure,
-        prior_precision=torch.stack(precisions),
+        prior_precision=precisions,
         temperature=model.likelihood.temperature,
         **more,
     )
