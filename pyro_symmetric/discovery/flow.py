@@ -70,10 +70,6 @@ STATISTICS = frozenset(
 # constants with more entries are told apart by position
 CONSTANT_LIMIT = 2**20
 SPLITS = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
-# Views that are the same if their arguments are.
-VIEWS = SPLITS | frozenset(
-    ["permute", "transpose", "view", "reshape", "unbind", "select", "unsqueeze", "t"]
-)
 # units of a matrix in slices are found entry by entry; larger matrices aren't sliced
 SLICED_LIMIT = 2**22
 STAND_IN = 101  # a prime number in place of sizes that depend on data
@@ -84,13 +80,8 @@ def propagate(flow: Flow, trace: Trace) -> None:
     then pin the outputs.
     """
     values: dict[Node, Any] = {}
-    first: dict[Any, Node] = {}  # what a node computes -> the first that does
-    same: dict[Node, Node] = {}  # node -> the first that computes the same
     for node in trace.nodes():
-        same[node] = first.setdefault(_computed(trace, node, same), node)
-        if same[node] is not node:
-            values[node] = values[same[node]]
-        elif node.op == "call_function":
+        if node.op == "call_function":
             flow.operator = f"{operator_name(node.target)} in {_module_of(node)}"
             values[node] = _apply_rule(flow, trace, node, values)
         else:
@@ -969,14 +960,6 @@ def _leaf(flow: Flow, trace: Trace, node: Node) -> Any:
     if type(constant) is not Tensor or constant.is_meta:
         return opaque(tensor.shape, mask=mask)
     return flow.known(constant)
-
-
-def _computed(trace: Trace, node: Node, same: Mapping[Node, Node]) -> Any:
-    """Return a key that views have in common if they show the same of one tensor."""
-    if node.op != "call_function" or operator_name(node.target) not in VIEWS:
-        return node
-    arguments = torch.fx.map_arg((node.args, node.kwargs), lambda x: same[x].name)
-    return node.target, repr(arguments), trace.results_read(node)
 
 
 def _slices(node: Node) -> Array | None:

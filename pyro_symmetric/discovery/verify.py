@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -505,22 +505,12 @@ class _Copy:
         self.size = sum(value.numel() for value in self.origin.values())
         self.call = TensorsOnly(self.net, args, kwargs)
         self.symmetry, self.seed = symmetry, drawn_seed()
-        # the point whose weights are loaded, and the sites that differ from its own
-        self.loaded: _Outputs | None = None
-        self.changed = set[str]()
 
-    def load(
-        self, point: _Outputs, weights: Callable[[str], Tensor], sites: Iterable[str]
-    ) -> None:
-        """Load weights, site by site: those of some sites, and of all that differ from
-        the point's own.
-        """
-        sites = set(sites)
-        differing = self.changed if self.loaded is point else self.weights.keys()
-        self.loaded, self.changed = point, sites
+    def load(self, weights: Callable[[str], Tensor]) -> None:
+        """Load weights, site by site."""
         with torch.no_grad():
-            for site in sites.union(differing):
-                self.weights[site].copy_(weights(site))
+            for site, value in self.weights.items():
+                value.copy_(weights(site))
 
     def run(self, inputs: Sequence[Tensor], train: bool) -> list[Tensor] | None:
         """Run the copy, and restore its buffers; None if it has no train mode (at a
@@ -699,7 +689,7 @@ class _Outputs:
 
     def __init__(self, copy: _Copy, origin: Weights, inputs: list[Tensor]):
         self.copy, self.origin, self.inputs = copy, origin, inputs
-        self.copy.load(self, self._own, ())
+        self.copy.load(self._own)
         self.before: dict[bool, list[Tensor] | None] = {
             train: self._run(train) for train in (False, True)
         }
@@ -732,11 +722,7 @@ class _Outputs:
         in_eval = set(self.copy.symmetry.eval_only) & set(moves_in(group))
         in_both = set(moves_in(group)) - in_eval
         first = only(element, in_both) if in_eval else element
-        self.copy.load(
-            self,
-            lambda site: first.on_site(site, self._own(site)),
-            _moved_sites(element),
-        )
+        self.copy.load(lambda site: first.on_site(site, self._own(site)))
         size = self._difference(True)
         if in_eval:
             second, weights = only(element, in_eval), self.copy.weights
@@ -788,7 +774,7 @@ class _Outputs:
         Which units may be exchanged shows in how they are read, on or off.
         """
         group = self.copy.symmetry.group
-        self.copy.load(self, self._own, ())
+        self.copy.load(self._own)
         weights = {
             site: value
             for site, value in self.copy.weights.items()
@@ -821,7 +807,7 @@ class _Outputs:
         """Return the largest relative change of an output, in either mode, at other
         weights, given by site.
         """
-        self.copy.load(self, weights, self.copy.weights)
+        self.copy.load(weights)
         return max(self._difference(train) for train in (False, True))
 
     def _difference(self, train: bool) -> float:
@@ -842,20 +828,6 @@ def _is_on(units: Units, gradient_of: Weights) -> bool:
             if bool(along.movedim(axis.dim, 0)[axis.index].any()):
                 return True
     return False
-
-
-def _moved_sites(element: Element) -> set[str]:
-    """Return the sites that an element changes, unless they happen to be alike along an
-    axis.
-    """
-    group, still = element.group, element.group.identity().numbers
-    moved = [value != still[move] for move, value in element.numbers.items()]
-    names = (
-        name
-        for name, slot in group.slots.items()
-        if any(bool(units[slot].any()) for units in moved)
-    )
-    return {axis.site for name in names for axis in group[name].axes}
 
 
 def _real(value: Tensor) -> bool:
