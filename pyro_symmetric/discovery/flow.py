@@ -17,6 +17,7 @@ Rules state three kinds of facts, entry by entry: two atoms belong to the same u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -502,13 +503,10 @@ class Flow:
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
+        if [*to] != sorted(to):
+            value = value.past(salt_of(*to))
         moved = [part.renumbered(to) for part in value.parts]
         parts = [part for part in moved if part.axes or part.history is not None]
-        if [*to] != sorted(to):
-            parts = [
-                part if part.history is None else part.past(salt_of(*to))
-                for part in parts
-            ]
         shape = shape or [1 if old is None else value.shape[old] for old in axes]
         return self.value(shape, parts, [to[i] for i in value.fixed if i in to])
 
@@ -613,7 +611,7 @@ class Flow:
             return self.give_up([value], shape, "there are no entries")
         runs = matching_runs(value.shape, shape)
         if [n for n in value.shape if n > 1] != [n for n in shape if n > 1]:
-            value = self._resized_pieces(value, shape)
+            value = value.past(salt_of(value.shape, shape))
         for old, _ in runs:
             value = self._merge(value, old)
         merged = [
@@ -630,14 +628,6 @@ class Flow:
             if axis not in new.axes
         }
         return self.value(shape, parts, fixed)
-
-    def _resized_pieces(self, value: Value, shape: Sequence[int]) -> Value:
-        """Note in the history of pieces that they are laid out anew."""
-        what = salt_of(value.shape, tuple(shape))
-        parts = tuple(
-            part if part.history is None else part.past(what) for part in value.parts
-        )
-        return replace(value, parts=parts)
 
     def _merge(self, value: Value, axes: Sequence[int]) -> Value:
         """Make one part cover all axes of a run that are longer than one, if any part
@@ -1012,28 +1002,22 @@ def _apply_rule(
     call = Call(
         node.target, bound(node.target, args, kwargs), shapes, trace.results_read(node)
     )
-    constants: list[Tensor | None] = [None] * len(tensors)
     try:
-        if _from_constants(call, args, kwargs):
-            results = [opaque(shape) for shape in shapes]
-            constants = _constants(call, args, kwargs, tensors)
-        else:
-            results = _results(flow, call)
+        results = _constants(flow, call, args, kwargs) or _results(flow, call)
     except GuardOnDataDependentSymNode:  # the rule reads a number that depends on data
         results = [
             flow.give_up(call.operands, shape, "a position or a size depends on data")
             for shape in shapes
         ]
     complete = []
-    for tensor, result, constant in zip(tensors, results, constants, strict=True):
-        static = all(isinstance(n, int) for n in tensor.shape)
-        if static and constant is not None:
-            result = flow.known(constant)
-        elif not static:
-            result = replace(result, constant=None)
-        elif result.constant is not None:  # a rule gives values, not their dtype
-            result = replace(result, constant=result.constant.to(tensor.dtype))
-        complete.append(replace(result, mask=tensor.dtype == torch.bool))
+    for tensor, result in zip(tensors, results, strict=True):
+        constant = result.constant
+        if not all(isinstance(n, int) for n in tensor.shape):
+            constant = None
+        elif constant is not None:  # a rule gives values, not their dtype
+            constant = constant.to(tensor.dtype)
+        mask = tensor.dtype == torch.bool
+        complete.append(replace(result, constant=constant, mask=mask))
     remaining = iter(complete)
     return tree_map(
         lambda own: next(remaining) if isinstance(own, Tensor) else own,
@@ -1076,31 +1060,35 @@ def _results(flow: Flow, call: Call) -> list[Value]:
     return results
 
 
-def _from_constants(call: Call, args: Any, kwargs: Any) -> bool:
-    """Return whether the results of an operator depend on constants only."""
+def _constants(flow: Flow, call: Call, args: Any, kwargs: Any) -> list[Value]:
+    """Compute results that depend on constants only; none if they depend on more.
+
+    What is large, or can't be computed on the CPU, is opaque.
+    """
     numbers = tree_leaves((args, kwargs))
     if any(isinstance(x, torch.SymInt | torch.SymFloat) for x in numbers):
-        return False
+        return []
     random = torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
-    known = [value.constant is not None for value in call.operands]
-    return bool(known) and all(known) and not random
-
-
-def _constants(
-    call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Compute results that depend on constants only."""
-    if any(tensor.numel() > CONSTANT_LIMIT for tensor in tensors):
-        return [None] * len(tensors)
+    known = all(value.constant is not None for value in call.operands)
+    if random or not known or call.name.startswith("empty"):
+        return []
+    results = [opaque(shape) for shape in call.shapes]
+    if any(math.prod(shape) > CONSTANT_LIMIT for shape in call.shapes):
+        return results if call.operands else []
     args, kwargs = tree_map(
         lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs)
     )
-    try:
+    if kwargs.get("device") is not None:
+        kwargs = dict(kwargs, device="cpu")
+    with contextlib.suppress(RuntimeError):  # the CPU lacks some half precision
         with torch.no_grad():
-            results = tree_leaves(call.target(*args, **kwargs))
-    except RuntimeError:  # constants lie on the CPU, which lacks some half precision
-        return [None] * len(tensors)
-    return [as_constant(result) for result in results]
+            computed = tree_leaves(call.target(*args, **kwargs))
+        constants = [as_constant(value) for value in computed]
+        results = [
+            result if constant is None else flow.known(constant)
+            for result, constant in zip(results, constants, strict=True)
+        ]
+    return results
 
 
 def as_constant(value: Any) -> Tensor | None:

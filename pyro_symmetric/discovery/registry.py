@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -110,6 +110,15 @@ class Value:
                 if part.axes == (0, 1) and self.part_on(0) is not part
             ),
             None,
+        )
+
+    def past(self, what: np.uint64) -> Value:
+        """Note in the history of pieces what they went through."""
+        return replace(
+            self,
+            parts=tuple(
+                part if part.history is None else part.past(what) for part in self.parts
+            ),
         )
 
     def collapsed(self, axes: Collection[int]) -> Value:

@@ -43,12 +43,8 @@ def pointwise(flow: Flow, call: Call) -> list[Value]:
         return [opaque(call.shape)] * len(call.shapes)
     pieces = any(part.history is not None for part in call.value.parts)
     if pieces and len(call.operands) == 1:
-        what = salt_of(call.target, call.numbers)
-        parts = [
-            part if part.history is None else part.past(what)
-            for part in call.value.parts
-        ]
-        return [replace(call.value, parts=tuple(parts))] * len(call.shapes)
+        past = call.value.past(salt_of(call.target, call.numbers))
+        return [past] * len(call.shapes)
     operands = [flow.noted(value) for value in call.operands]
     result = flow.elementwise(operands)
     return [flow.without(result, _dead(call))] * len(call.shapes)
@@ -110,24 +106,10 @@ def full(flow: Flow, call: Call) -> Value:
     return replace(value, constant=constant)
 
 
-@register_rule("eye", "linspace", "logspace", "tril_indices", "triu_indices")
+@register_rule("arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices")
 def made(flow: Flow, call: Call) -> Value:
-    """Make a constant, which is known by value."""
-    arguments = dict(call.arguments, device="cpu")
-    if any(isinstance(x, torch.SymInt | Value) for x in arguments.values()):
-        return opaque(call.shape)
-    return flow.known(call.target(**arguments))
-
-
-@register_rule("arange")
-def arange(flow: Flow, call: Call) -> Value:
-    start = call.get("start", 0)
-    step = call.get("step", 1)
-    integer = all(isinstance(n, int) for n in (start, step))
-    return opaque(
-        call.shape,
-        torch.arange(call.shape[0], device="cpu") * step + start if integer else None,
-    )
+    """Make what is no constant, as its size depends on data."""
+    return opaque(call.shape)
 
 
 # Factories that take at most a shape from an operand, and random numbers whose
@@ -210,15 +192,12 @@ def ranked(flow: Flow, call: Call) -> list[Value]:
     "cummin",
     "cumprod",
     "logcumsumexp",
-    "diff",
     "_fft_r2c",
     "_fft_c2c",
     "_fft_c2r",
 )
 def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
-    for other in call.operands[1:]:  # what a difference puts before or behind
-        flow.pin(other)
     return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(
         call.shapes
     )
@@ -925,17 +904,6 @@ def gather(flow: Flow, call: Call) -> Value:
     for other in set(range(value.dim)) - {call.axis}:
         value = flow.take(value, other, np.arange(positions.shape[other]))
     return flow.elementwise([value, positions]) if known is None else value
-
-
-@register_rule("take")
-def take(flow: Flow, call: Call) -> Value:
-    """Select entries of a flat tensor."""
-    positions = call["index"]
-    flat = flow.reshape(call.value, [-1])
-    if positions.constant is None:
-        return flow.give_up([flat, positions], call.shape, "positions are data")
-    known = positions.constant.reshape(-1).numpy().astype(np.int64)
-    return flow.reshape(flow.take(flat, 0, known % flat.shape[0]), call.shape)
 
 
 @register_rule("scatter", "scatter_add", "scatter_reduce")
