@@ -9,6 +9,19 @@ transpose, slice and cat move them as they move numbers::
         values[node] = rule(flow, node)  # propagate; the rules are in rules.py
     cells = nested(colour_refine(facts))  # cells.solve
 
+For example, let three units lie between ``Linear(2, 3)``, a ReLU and ``Linear(3, 1)``::
+
+    0.weight    rows 0 1 2, columns 3 4    the atoms of each axis
+    0.bias      5 6 7
+    2.weight    row 8, columns 9 10 11
+    2.bias      12
+    linear      unify 0 1 2 with 5 6 7; 3 4 meet inputs, and are told apart (refine)
+    relu        the atoms of its result are those of its operand
+    linear      unify 0 1 2 with 9 10 11, which it sums over, and 8 with 12
+    output      8 is pinned
+
+The classes {0, 5, 9}, {1, 6, 10} and {2, 7, 11} look alike: three units of one cell.
+
 Rules state three kinds of facts, entry by entry: two atoms belong to the same unit
 (:meth:`Flow.unify`); the unit of one is a member of that of the other, a head, say
 (:meth:`Flow.relate`); units of different colours aren't interchangeable

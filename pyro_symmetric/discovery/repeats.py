@@ -7,8 +7,23 @@ weights of one block obey by themselves, those of each do; and what ties both bl
 the rest in the same way (a residual stream, whose scale is the same everywhere) ties
 all. Laws of other kinds aren't copied.
 
-Blocks are stretches of operators in the graph, each equal to the one before it but for
-its weights: masks and other constants are the same.
+Blocks are stretches of operators in the graph that begin where numbered modules do,
+each equal to the one before it but for its weights: masks and other constants are the
+same. For example::
+
+    start = Linear(4, 24)
+    blocks.0, blocks.1, blocks.2: x + last(relu(first(x))), first of 16 units
+    end = Linear(24, 2)
+
+The graph that is solved has ``start``, ``blocks.0``, ``blocks.1`` and ``end``. The law
+of the 16 units of ``blocks.0`` has axes in ``first.weight``, ``first.bias`` and
+``last.weight``, and the basis (1, 1, -1); the units of ``blocks.2`` lie along the same
+axes of their block, and have the same basis. The stream of 24 units has axes in all
+blocks, in ``start`` and in ``end``. Its sign, with the parity 1 at each axis, is equal
+in both blocks, and is copied with the same numbers to the third. A parity that is 1 in
+``blocks.0`` and 0 at ``start`` and in ``blocks.1`` is what one block obeys by itself,
+and gives one for each block. A basis that isn't made of such vectors raises
+:class:`UnequalBlocks`: then all blocks are solved.
 """
 
 from __future__ import annotations
@@ -30,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 from pyro_symmetric.discovery.flow import STATISTICS
 from pyro_symmetric.discovery.integer_algebra import Exponents, independent, vanishing
 from pyro_symmetric.discovery.reads import arguments_of
+from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
 from pyro_symmetric.weights import map_values
@@ -121,55 +137,44 @@ def copies(
     vectors = np.array(basis)
     blocks = [repeats.of(axis.site) for axis in two]
     keys = [
-        (image, block)
-        for image, (_, block) in zip(repeats.images(two), blocks, strict=True)
+        (image, k) for image, (_, k) in zip(repeats.images(two), blocks, strict=True)
     ]
-    column = {key: k for k, key in enumerate(keys)}
-    # in its place in the other
-    other = [column.get((image, 1 - block), k) for k, (image, block) in enumerate(keys)]
-    equal = vanishing(vectors, vectors - vectors[:, other], modulo_two)
-    alone = []
+    column = {key: number for number, key in enumerate(keys)}
+    # the column of its place in the other block
+    other = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
+    unlike = vectors - vectors[:, other]
+    equal = vanishing(vectors, unlike, modulo_two)
+    alone, runs = list[Array](), list[int]()
     for run in sorted({run for run, _ in blocks} - {-1}):
-        alone += vanishing(
-            vectors, vectors[:, [block != (run, 0) for block in blocks]], modulo_two
-        )
+        elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
+        own = vanishing(vectors, elsewhere, modulo_two)
+        alone, runs = [*alone, *own], [*runs, *(run for _ in own)]
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]
-    pairs = vanishing(
-        vectors, np.hstack([vectors - vectors[:, other], outside]), modulo_two
-    )
+    pairs = vanishing(vectors, np.hstack([unlike, outside]), modulo_two)
     each = [*alone, *(vector[other] for vector in alone)]
-    if len(independent(np.array([*each, *pairs]), modulo_two)) > len(each):
+
+    def rank(rows: Sequence[Array]) -> int:
+        return len(independent(np.array(rows), modulo_two))
+
+    candidates = [*each, *equal]
+    if rank([*each, *pairs]) > len(each) or not (
+        rank(candidates) == rank([*vectors, *candidates]) == len(basis)
+    ):
         raise UnequalBlocks
-    candidates = np.array([*each, *equal]).reshape(-1, len(two))
-    chosen = independent(candidates, modulo_two)
-    # Do the candidates span the same space as the basis?
-    if {
-        len(chosen),
-        len(independent(np.vstack([vectors, candidates[chosen]]), modulo_two)),
-    } != {len(basis)}:
-        raise UnequalBlocks
+    lookup = [column[image, 0] for image in repeats.images(every)]
     places = [repeats.of(axis.site) for axis in every]
-    copied = []
-    # the second block's are the first one's
-    for k in (k for k in chosen if not len(alone) <= k < 2 * len(alone)):
-        numbers = [
-            int(candidates[k][column[image, 0]]) for image in repeats.images(every)
-        ]
-        runs = {run for (run, _), number in zip(places, numbers, strict=True) if number}
-        for block in (
-            sorted({place for place in places if place[0] in runs})
-            if k < len(alone)
-            else [None]
-        ):
-            copied.append(
-                tuple(
-                    n if block in (None, place) else 0
-                    for place, n in zip(places, numbers, strict=True)
-                )
-            )
-    return copied
+    copied = list[Array]()
+    for k in independent(np.array(candidates), modulo_two):
+        numbers = candidates[k][lookup]
+        if k < len(alone):
+            for block in sorted({place for place in places if place[0] == runs[k]}):
+                inside = [place == block for place in places]
+                copied.append(np.where(inside, numbers, 0))
+        elif k >= len(each):  # the second block's are the first one's
+            copied.append(numbers)
+    return [tuple(map(int, numbers)) for numbers in copied]
 
 
 # one run of blocks --------------------------------------------------------------------
@@ -286,29 +291,22 @@ def _alone(
     Of the blocks that become one, a single one may have its results read outside: two
     would be equal.
     """
+    inside = {call: block for block in blocks for call in block.calls}
+    owner = {site: block for block in blocks for site in block.sites}
     obeying = {axis.site for axes in laws for axis in axes}
-    readers: dict[str, set[fx.Node]] = {}
     for node in graph.nodes:
-        if node.name in site_of:
-            readers.setdefault(site_of[node.name], set()).update(node.users)
-    inside = {call for block in blocks for call in block.calls}
-    shared = obeying.difference(*(block.sites for block in blocks))
-    alone = all(
-        readers[site] <= set(block.calls) for block in blocks for site in block.sites
-    )
-    calls_outside = {
-        node for node in graph.nodes if node.op == "call_function"
-    } - inside
-    ends = [
-        block
-        for block in blocks[1:]
-        if any(calls_outside & call.users.keys() for call in block.calls)
-    ]
-    return (
-        alone
-        and len(ends) < 2
-        and not any(readers.get(site, set()) & inside for site in shared)
-    )
+        site = site_of.get(node.name, "")
+        readers = [inside.get(user) for user in node.users]
+        if site in obeying or site in owner:
+            if any(reader is not owner.get(site) for reader in readers):
+                return False
+    ends = {
+        id(block)
+        for call, block in inside.items()
+        for user in call.users
+        if user.op == "call_function" and user not in inside
+    }
+    return len(ends - {id(blocks[0])}) < 2
 
 
 def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) -> bool:
