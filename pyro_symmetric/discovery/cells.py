@@ -29,7 +29,7 @@ import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from pyro_symmetric.discovery.flow import Flow, Leaf, rank_within
+from pyro_symmetric.discovery.flow import Fact, Flow, Leaf, rank_within
 from pyro_symmetric.discovery.registry import Array, Part, hash64, salt
 from pyro_symmetric.groups import Axis, Units
 
@@ -149,11 +149,7 @@ class _Facts:
 
     def __init__(self, flow: Flow):
         self.flow = flow
-        one, other = (
-            np.concatenate([NOTHING, *(fact[end] for fact in flow.unions)])
-            for end in (0, 1)
-        )
-        self.count, self.unit = components(flow.size, one, other)
+        self.count, self.unit = unified(flow)
         self.atom_colour = np.zeros(flow.size, dtype=np.uint64)
         for atoms, history, number in flow.occurrences.values():
             colour: Any = salt(2 * number)
@@ -175,10 +171,7 @@ class _Facts:
     def _memberships(self) -> _Memberships:
         """Return the distinct memberships between classes."""
         relations = self.flow.relations
-        child, parent = (
-            self.unit[np.concatenate([NOTHING, *(fact[end] for fact in relations)])]
-            for end in (0, 1)
-        )
+        child, parent = (self.unit[atoms] for atoms in _ends(relations))
         number = np.repeat(
             [fact.number for fact in relations], [len(fact.one) for fact in relations]
         ).astype(np.int64)
@@ -822,6 +815,17 @@ def unused(name: str, taken: Iterable[str]) -> str:
         [name], (f"{name}~{number}" for number in itertools.count(2))
     )
     return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def unified(flow: Flow) -> tuple[int, Array]:
+    """Return the number of classes of unified atoms, and the class of each atom."""
+    return components(flow.size, *_ends(flow.unions))
+
+
+def _ends(facts: Sequence[Fact]) -> tuple[Array, Array]:
+    """Return the atoms at both ends of facts, one after the other."""
+    one = np.concatenate([NOTHING, *(fact.one for fact in facts)])
+    return one, np.concatenate([NOTHING, *(fact.other for fact in facts)])
 
 
 class DistinctRows(NamedTuple):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyro_symmetric.discovery.cells import NOTHING, components
+from pyro_symmetric.discovery.cells import unified
 from pyro_symmetric.discovery.flow import SLICED_LIMIT, Flow, Leaf
 from pyro_symmetric.discovery.reads import reads_of
 from pyro_symmetric.discovery.registry import Array, operator_name
@@ -64,27 +64,19 @@ def _candidates(flow: Flow) -> dict[str, int]:
     """
     if not flow.batches:
         return {}
-    one, other = (
-        np.concatenate([NOTHING, *(fact[end] for fact in flow.unions)])
-        for end in (0, 1)
-    )
-    _, unit = components(flow.size, one, other)
+    _, unit = unified(flow)
     candidates = dict[str, int]()
     for batch, others in flow.batches:
         in_batch, outside = _units(unit, batch), _units(unit, others)
         for leaf in flow.leaves.values():
-            if leaf.site in candidates or not _may_have_members(leaf):
+            plain = leaf.slices is None and not (leaf.kernel or leaf.buffer)
+            if leaf.site in candidates or not plain:
                 continue
             along = _axes_in(leaf, unit, in_batch)
             further = _axes_in(leaf, unit, outside)
             if len(along) == 1 and any(axis != along[0] for axis in further):
                 candidates[leaf.site] = along[0]
     return candidates
-
-
-def _may_have_members(leaf: Leaf) -> bool:
-    """Return whether a parameter may have units of its own at each member."""
-    return leaf.slices is None and not (leaf.kernel or leaf.buffer)
 
 
 def _units(unit: Array, arrays: Sequence[Array]) -> Array:
