@@ -18,13 +18,14 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pyro
 import torch
 from torch import Generator
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 # Held while global state is changed, and while a Pyro model runs: Pyro's stack of
@@ -186,6 +187,19 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
             yield
         finally:
             setattr(owner, name, original)
+
+
+class Replaced(TorchFunctionMode):
+    """A mode in which other functions take the place of some of PyTorch's."""
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]):
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
 
 
 def with_both_branches() -> contextlib.AbstractContextManager[None]:

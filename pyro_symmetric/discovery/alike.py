@@ -14,26 +14,19 @@ reason to say that a group is *at least* as large as the one that was found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 
+from pyro_symmetric._process import Replaced
 from pyro_symmetric.discovery.cells import Cells, distinct_rows
 from pyro_symmetric.discovery.flow import Flow, Leaf
 from pyro_symmetric.discovery.linear_twin import Pass
-from pyro_symmetric.discovery.registry import (
-    Array,
-    bound,
-    hash64,
-    operator_name,
-    salt_of,
-)
+from pyro_symmetric.discovery.registry import Array, hash64, salt_of
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.trials import Network, Point
 
@@ -85,7 +78,7 @@ def alike(
             if site not in held:
                 weights[site] = _symmetric(leaf, weights[site], flow, network.generator)
         point = Point(weights, network.random_inputs(), [])
-        with _Uncentred():
+        with Replaced(UNCENTRED):
             (loss,) = network.losses(point, 1)
         gradient = {site: value.cpu() for site, value in loss.gradient.items()}
         sizes = [float(value.abs().max()) for value in gradient.values()]
@@ -152,33 +145,40 @@ def _symmetric(
     return (sign * size).to(own).expand(own.shape).contiguous()
 
 
-class _Uncentred(TorchFunctionMode):
-    """A mode in which normalisations don't vanish at equal entries, where gradients
-    would tell nothing: other symmetric functions take their place.
-    """
+def _softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
+    exponentials = (x - x.detach().amax()).exp()
+    return exponentials / (1.0 + exponentials.sum(dim, keepdim=True))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = operator_name(func)
-        if isinstance(func, OpOverload) and name in ("softmax", "_softmax"):
-            exponentials = (args[0] - args[0].detach().amax()).exp()
-            return exponentials / (1.0 + exponentials.sum(args[1], keepdim=True))
-        if not isinstance(func, OpOverload) or name not in ("layer_norm", "group_norm"):
-            return func(*args, **kwargs)
-        given = bound(func, args, kwargs)
-        x = given["input"]
-        groups = given.get("num_groups")
-        shape = given.get("normalized_shape", (1, -1, *(1 for _ in x.shape[2:])))
-        if groups is None:
-            y = x / _size(x, [*range(-len(shape), 0)])
-        else:
-            split = x.reshape(len(x), groups, -1)
-            y = (split / _size(split, [-1])).reshape(x.shape)
-        if given["weight"] is not None:
-            y = y * given["weight"].reshape(shape)
-        return y if given["bias"] is None else y + given["bias"].reshape(shape)
+
+def _layer_norm(x: Tensor, shape: Sequence[int], *weights: Any) -> Tensor:
+    return _affine(x / _size(x, range(-len(shape), 0)), shape, *weights)
+
+
+def _group_norm(x: Tensor, groups: int, *weights: Any) -> Tensor:
+    split = x.reshape(len(x), groups, -1)
+    y = (split / _size(split, [-1])).reshape(x.shape)
+    return _affine(y, (-1, *(1 for _ in x.shape[2:])), *weights)
+
+
+def _affine(
+    y: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *_: Any,
+) -> Tensor:
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+# Normalisations vanish at equal entries, where gradients would tell nothing: other
+# symmetric functions take their place.
+UNCENTRED: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.softmax.int: _softmax,
+    torch.ops.aten._softmax.default: _softmax,
+    torch.ops.aten.layer_norm.default: _layer_norm,
+    torch.ops.aten.group_norm.default: _group_norm,
+}
 
 
 def _size(x: Tensor, dims: Sequence[int]) -> Tensor:

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pyro_symmetric._process import Replaced
 from pyro_symmetric.discovery.reads import arguments_of, untied, viewed
 from pyro_symmetric.discovery.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
@@ -425,7 +425,7 @@ class _Run:
     def _linearised(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call what replaces a function in the twin of signs."""
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
-            with _WithoutTanh():
+            with Replaced({torch.tanh: _identity, Tensor.tanh: _identity}):
                 return decomposition_table[target](*args, **kwargs)
         result = target(*args, **kwargs)
         if not isinstance(
@@ -503,17 +503,8 @@ def _fit_statistics(x: Tensor, mean: Tensor, variance: Tensor) -> None:
     variance.copy_(torch.where(varies, spread * variance / variance.mean(), variance))
 
 
-class _WithoutTanh(TorchFunctionMode):
-    """A mode in which the hyperbolic tangent is the identity."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return (
-            args[0]
-            if func in (torch.tanh, Tensor.tanh)
-            else func(*args, **(kwargs or {}))
-        )
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def _standardised(

@@ -454,9 +454,8 @@ def channelwise(flow: Flow, call: Call) -> list[Value]:
     for other in others:
         flow.pin(other)
     dims = int(next(c for c in call.name if c.isdigit()))
-    return [
-        _resized(flow, flow.restrict(value, range(value.dim - dims)), call.shape, dims)
-    ] * len(call.shapes)
+    result = _resized(flow, _images(flow, value, dims), call.shape, dims)
+    return [result] * len(call.shapes)
 
 
 def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
@@ -659,49 +658,32 @@ def view_as_complex(flow: Flow, call: Call) -> Value:
 # indexing by known positions ----------------------------------------------------------
 
 
-@register_rule("slice", "select")
+SPLITS = "split split_with_sizes unsafe_split unsafe_split_with_sizes chunk".split()  # noqa: SIM905
+
+
+@register_rule("slice", "select", "unbind", *SPLITS)
 @carrier
-def slice_rule(flow: Flow, call: Call) -> Value:
-    taken = flow.cut(call.value, call.axis, _positions(call))
-    return flow.squeeze(taken, [call.axis]) if call.name == "select" else taken
+def cut(flow: Flow, call: Call) -> list[Value]:
+    """Take positions along an axis; single ones may lose the axis."""
+    pieces = [flow.cut(call.value, call.axis, taken) for taken in _taken(call)]
+    if call.name in ("select", "unbind"):
+        pieces = [flow.squeeze(piece, [call.axis]) for piece in pieces]
+    return pieces
 
 
-def _positions(call: Call) -> Array:
-    """Return the positions along its axis that a slice, or a selection of one,
-    takes.
-    """
+def _taken(call: Call) -> list[Array]:
+    """Return the positions along its axis that each result of an operator takes."""
     every = np.arange(call.value.shape[call.axis])
     if "index" in call.arguments:
-        return every[[int(call["index"])]]
-    return every[call["start"] : call["end"] : call["step"]]
-
-
-@register_rule(
-    "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"
-)
-@carrier
-def split(flow: Flow, call: Call) -> list[Value]:
-    given = call.get("split_sizes", call.get("split_size"))
-    sizes = (
-        [*map(int, given)]
-        if isinstance(given, list | tuple)
-        else [shape[call.axis] for shape in call.shapes]
-    )
-    pieces = zip(np.cumsum(sizes), sizes, strict=True)
-    return [
-        flow.cut(call.value, call.axis, np.arange(end - size, end))
-        for end, size in pieces
-    ]
-
-
-@register_rule("unbind")
-@carrier
-def unbind(flow: Flow, call: Call) -> list[Value]:
-    every = np.arange(call.value.shape[call.axis])
-    return [
-        flow.squeeze(flow.cut(call.value, call.axis, every[[i]]), [call.axis])
-        for i in every
-    ]
+        return [every[[int(call["index"])]]]
+    if "step" in call.arguments:
+        return [every[call["start"] : call["end"] : call["step"]]]
+    if call.name == "unbind":
+        return [*every[:, None]]
+    sizes = call.get("split_sizes", call.get("split_size"))
+    if not isinstance(sizes, list | tuple):
+        sizes = [shape[call.axis] for shape in call.shapes]
+    return np.split(every, np.cumsum([*map(int, sizes)])[:-1])
 
 
 @register_rule("flip")
@@ -754,7 +736,7 @@ def write_slice(flow: Flow, call: Call) -> Value:
     value = call.value
     source = call["src"]
     axis = call.axis
-    written = _positions(call)
+    (written,) = _taken(call)
     if call.name == "select_scatter":
         source = flow.unsqueeze(source, axis)
     if np.array_equal(written, np.arange(value.shape[axis])):

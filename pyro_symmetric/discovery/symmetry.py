@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments, plots
+from pyro_symmetric._process import Replaced
 from pyro_symmetric.arguments import Device, Json, Names
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
@@ -596,22 +596,17 @@ def copied(
                 if isinstance(value, nn.Parameter)
                 else cast
             )
-    with _Detached():
+    with Replaced({Tensor.__deepcopy__: _detached}):
         return refreshed(copy.deepcopy(net, memo))
 
 
-class _Detached(TorchFunctionMode):
-    """A mode in which copies of computed tensors are detached: PyTorch refuses to copy
-    their graph.
+def _detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Copy a tensor, without the graph that computed it: PyTorch refuses to copy
+    that.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **(kwargs or {}))
+    if tensor.is_leaf:
+        return Tensor.__deepcopy__(tensor, memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:

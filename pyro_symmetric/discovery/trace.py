@@ -22,11 +22,11 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import (
+    Replaced,
     drawn_seed,
     forked,
     running_pyro,
@@ -209,9 +209,14 @@ class TensorsOnly(nn.Module):
         super().__init__()
         self.net = net
         self.given = tuple(args), dict(kwargs or {})
-        with _CollectTensors() as mode:
+        tensors = dict[int, Tensor]()
+
+        def collect(tensor: Tensor, memo: Any) -> Tensor:
+            return tensors.setdefault(id(tensor), tensor)
+
+        with Replaced({Tensor.__deepcopy__: collect}):
             copy.deepcopy(self.given)
-        self.tensors = [*mode.tensors.values()]
+        self.tensors = [*tensors.values()]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Return the network's outputs for its example arguments, with these tensors in
@@ -221,21 +226,6 @@ class TensorsOnly(nn.Module):
             self.given, dict(zip(map(id, self.tensors), tensors, strict=True))
         )
         return list(_outputs_in(self.net(*args, **kwargs)))
-
-
-class _CollectTensors(TorchFunctionMode):
-    """Collects the distinct tensors that a deep copy meets, without copying them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[int, Tensor] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__:
-            return self.tensors.setdefault(id(args[0]), args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def _outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
