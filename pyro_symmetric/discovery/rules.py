@@ -888,6 +888,17 @@ def gather(flow: Flow, call: Call) -> Value:
     return flow.elementwise([value, positions]) if known is None else value
 
 
+@register_rule("take")
+def take(flow: Flow, call: Call) -> Value:
+    """Select entries of a flat tensor."""
+    positions = call["index"]
+    flat = flow.reshape(call.value, [-1])
+    if positions.constant is None:
+        return flow.give_up([flat, positions], call.shape, "positions are data")
+    known = positions.constant.reshape(-1).numpy().astype(np.int64)
+    return flow.reshape(flow.take(flat, 0, known % flat.shape[0]), call.shape)
+
+
 @register_rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(flow: Flow, call: Call) -> Value:
     """Scatter along one axis: each entry goes to a position of its own."""
