@@ -18,6 +18,7 @@ only regularises breaks no symmetry.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -163,7 +164,7 @@ def repaired(
     try:
         outputs = _Points(_Copy(symmetry, net, inputs, kwargs), bounded)
         while broken := broken_moves(symmetry.group, outputs.change)[0]:
-            untried = {(one.move, one.name) for one in broken if one.move != "permute"}
+            untried = {(move, name) for move, name, *_ in broken if move != "permute"}
             untried -= {*symmetry.eval_only}
             if untried and outputs.all[0].has_train_mode:  # do they hold without it?
                 in_eval = (*symmetry.seen_in_eval, *sorted(untried))
@@ -171,13 +172,13 @@ def repaired(
                 outputs.copy.symmetry = symmetry
                 continue
             dropped += broken
-            for one in broken:
-                symmetry = symmetry.without([one.name], one.move)
+            for move, name, *_ in broken:
+                symmetry = symmetry.without([name], move)
         rotating = confirmed(
             symmetry.group,
             symmetry.rotating,
             lambda turning: [
-                one.name for one in broken_moves(turning, outputs.change)[0]
+                move.name for move in broken_moves(turning, outputs.change)[0]
             ],
         )
         symmetry = replace(symmetry, rotating=rotating)
@@ -189,8 +190,8 @@ def repaired(
             stacklevel=3,
         )
     if dropped:
-        names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
-        sizes = ", ".join(f"{one.change:.3g}" for one in dropped)
+        names = ", ".join(f"{name} ({move})" for move, name, *_ in dropped)
+        sizes = ", ".join(f"{move.change:.3g}" for move in dropped)
         warnings.warn(
             f"verification failed for the units {names}: these moves are left out of "
             "the group. Either a rule "
@@ -282,17 +283,16 @@ class Verification:
             return f"{invariant}\n{doubt}" if self.unknown else invariant
         lines = [
             f"{self.function}: not invariant under the units "
-            f"{[found.name for found in self.broken]}"
+            f"{[move.name for move in self.broken]}"
         ]
-        for one in self.broken:
-            changed = (
-                f"; what changes is the density of {', '.join(map(repr, one.sites))}"
-                if one.sites
-                else ""
+        for move, name, change, sites, remedy in self.broken:
+            text = (
+                f"units {name!r}: a change of {change:.3g} {self.unit} when they {move}"
             )
-            remedy = f". It would hold {one.remedy}" if one.remedy else ""
-            size = f"a change of {one.change:.3g} {self.unit} when they {one.move}"
-            lines.append(f"units {one.name!r}: {size}{changed}{remedy}")
+            if sites:
+                of_sites = ", ".join(map(repr, sites))
+                text += f"; what changes is the density of {of_sites}"
+            lines.append(f"{text}. It would hold {remedy}" if remedy else text)
         lines.append(
             f"a relative change of up to {self.tolerance:.1g} would pass as rounding"
         )
@@ -320,27 +320,27 @@ def broken_moves(
     def worst(moves: Sequence[UnitMove], trials: int | None = None) -> Change:
         """Return the first change that is broken, or the largest of all."""
         largest = Change(False, 0.0)
-        for element in chain(
-            [only(one, moves) for one in counterexample],
-            trial_elements(group, moves, trials),
-        ):
-            largest = max(
-                largest, change(element), key=lambda one: (one.broken, one.size)
-            )
+        again = [only(element, moves) for element in counterexample]
+        for element in chain(again, trial_elements(group, moves, trials)):
+            largest = worse(largest, change(element))
             if largest.broken:
                 counterexample[:] = counterexample or [element]
                 break
         return largest
 
     moves = moves_in(group)
-    whole = worst(moves, trials)
-    wrong = guilty(moves, lambda some: worst(some).broken) if whole.broken else []
-    alone = [worst([move]) for move in wrong]
-    broken = (
-        BrokenMove(*move, one.size, one.sites)
-        for move, one in zip(wrong, alone, strict=True)
-    )
-    return tuple(broken), whole.size
+    together = worst(moves, trials)
+    broken = list[BrokenMove]()
+    if together.broken:
+        for move in guilty(moves, lambda suspects: worst(suspects).broken):
+            alone = worst([move])
+            broken.append(BrokenMove(*move, alone.size, alone.sites))
+    return tuple(broken), together.size
+
+
+def worse(change: Change, further: Change) -> Change:
+    """Return the worse of two changes: a broken one, then the larger."""
+    return max(change, further, key=operator.itemgetter(0, 1))
 
 
 def guilty(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -350,12 +350,10 @@ def guilty(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[
     if len(suspects) <= 1:
         return list(suspects)
     half = len(suspects) // 2
-    failing = [
-        one
-        for side in (suspects[:half], suspects[half:])
-        if fails(side)
-        for one in guilty(side, fails)
-    ]
+    failing = list[T]()
+    for side in (suspects[:half], suspects[half:]):
+        if fails(side):
+            failing += guilty(side, fails)
     return failing or list(suspects)
 
 
@@ -384,24 +382,18 @@ def trial_elements(
         once in a million times.
     """
     single = [name for move, name in moves if move == "flip" and group[name].count == 1]
-    several = [
-        one
-        for one in moves
-        if one[0] in ("permute", "flip") and group[one[1]].count > 1
-    ]
-    bits = {one: _bits(group, *one) for one in several}
-    enough = max(
-        math.ceil(BITS / min(bits.values(), default=BITS)), min(BITS, len(single))
-    )
+    # a large set needs one element only
+    bits = dict.fromkeys(moves, float(BITS))
+    for move, name in moves:
+        if move == "flip" and name in single:
+            bits[move, name] = 0.0
+        elif move in ("permute", "flip"):
+            bits[move, name] = _bits(group, move, name)
+    least = min((b for b in bits.values() if b), default=BITS)
+    enough = max(math.ceil(BITS / least), min(BITS, len(single)))
     for i in range(enough if trials is None else trials):
-        # Large sets need one element only; without their moves, the next changes fewer
-        # sites of a large network.
-        tried = [
-            one
-            for one in moves
-            if trials is not None
-            or i * bits.get(one, 0.0 if one[1] in single else BITS) < BITS
-        ]
+        # without the moves of large sets, the next changes fewer sites
+        tried = [move for move in moves if trials is not None or i * bits[move] < BITS]
         element = group.sample(dtype=torch.float64)
         permutations, signs = element.permutations, element.signs
         if i == 0:
@@ -411,10 +403,7 @@ def trial_elements(
             }
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(
-            Element(group, permutations, signs, *element.parts[2:]),
-            tried,
-        )
+        yield only(Element(group, permutations, signs, *element.parts[2:]), tried)
 
 
 def _bits(group: Group, move: Move, name: str) -> float:
@@ -425,11 +414,9 @@ def _bits(group: Group, move: Move, name: str) -> float:
     doesn't refute are a transitive group: of more than eight units, the largest keeps
     two halves together (fewer have larger ones).
     """
-    around = (name, *group.ancestors(name)) if move == "flip" else (name,)
-    alike = math.prod(
-        group[own].size for own in around if "permute" in group[own].moves
-    )
-    n = min(alike, 2 * BITS)
+    names = (name, *group.ancestors(name)) if move == "flip" else (name,)
+    families = [group[name] for name in names if "permute" in group[name].moves]
+    n = min(math.prod(family.size for family in families), 2 * BITS)
     return math.log2(math.comb(n, n // 2) / 2) if n > 8 else max(1.0, (n - 1) / 2)
 
 
@@ -457,21 +444,11 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
             continue
         if not (x.is_floating_point() or x.is_complex()):
             x, y = x.double(), y.double()
-        same = (x == y) | (x.isnan() & y.isnan())
-        size = (
-            torch.where(x.isfinite(), x, 0)
-            .abs()
-            .max()
-            .clamp_min(torch.finfo(x.dtype).tiny)
-        )
-        worst = max(
-            worst,
-            float(
-                (torch.where(same, 0, x - y).abs().max() / size).nan_to_num(
-                    nan=float("inf")
-                )
-            ),
-        )
+        changes = (x != y) & ~(x.isnan() & y.isnan())
+        change = torch.where(changes, x - y, 0).abs().max()
+        size = torch.where(x.isfinite(), x, 0).abs().max()
+        size = size.clamp_min(torch.finfo(x.dtype).tiny)
+        worst = max(worst, float((change / size).nan_to_num(nan=float("inf"))))
     return worst
 
 
@@ -645,7 +622,7 @@ class _Points:
         """
         if self.copy.size >= SMALL:
             return ()
-        return tuple(sorted(set.intersection(*(set(one.off) for one in self.all))))
+        return tuple(sorted(set.intersection(*(set(point.off) for point in self.all))))
 
     def change(self, element: Element) -> Change:
         """Return the largest change by an element at all points, or that at the first
@@ -664,8 +641,7 @@ class _Points:
                 break
             # too rough there for a verdict
             with suppress(InconclusiveError):
-                change = point.change(element)
-                largest = max(largest, change, key=lambda one: (one.broken, one.size))
+                largest = worse(largest, point.change(element))
         return largest
 
 
