@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from pyro_symmetric._process import Replaced
 from pyro_symmetric.discovery.reads import arguments_of, untied, viewed
 from pyro_symmetric.discovery.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
-from pyro_symmetric.discovery.trace import Deterministic, Trace, site_names
+from pyro_symmetric.discovery.trace import Deterministic, Trace
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
@@ -156,7 +157,7 @@ class Pass:
         graph: fx.Graph | None = None,
         leaves: Mapping[str, str] | None = None,
     ):
-        self.trace, self.logits, self.sites = trace, logits, site_names(trace.net)
+        self.trace, self.logits, self.sites = trace, logits, trace.sites
         self.leaves = leaves or {}
         kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
         self.returned = [
@@ -173,26 +174,21 @@ class Pass:
         last = {
             read: node for node in self.graph.nodes for read in node.all_input_nodes
         }
-        self.last = {
-            node: [read for read in node.all_input_nodes if last[read] is node]
-            for node in last.values()
-        }
+        self.last = defaultdict[fx.Node, list[fx.Node]](list)
+        for read, node in last.items():
+            self.last[node].append(read)
         self.equivariant: dict[tuple[fx.Node, Move], bool] = {}
         for node in self.graph.nodes:
-            given = (
-                bound(node.target, node.args, node.kwargs)
-                if node.op == "call_function"
-                else {}
-            )
-            trains = given.get("train", given.get("training", True)) and given.get(
-                "dropout_p", 1.0
-            )
-            self.random |= bool(
-                trains
-            ) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            variance = given.get("running_var")
+            if node.op != "call_function":
+                continue
+            call = bound(node.target, node.args, node.kwargs)
+            trains = call.get("train", call.get("training", True))
+            if trains and call.get("dropout_p", 1.0):
+                tags = getattr(node.target, "tags", ())
+                self.random |= torch.Tag.nondeterministic_seeded in tags
+            variance = call.get("running_var")
             if isinstance(variance, fx.Node) and variance.name in self.site_of:
-                self.epsilons[self.site_of[variance.name]] = given["eps"]
+                self.epsilons[self.site_of[variance.name]] = call["eps"]
 
     def untied(self, sites: Collection[str]) -> Pass:
         """Return the pass with a leaf for each read of some sites."""
@@ -234,32 +230,30 @@ class Pass:
         :param unfitted: ids of running variances that are to be fitted, with their
             means, to what they normalise; they change in place.
         """
-        users, args = iter(inputs), []
+        users, args = iter(inputs), list[Any]()
         for spec in self.trace.specs:
+            site = self.sites.get(spec.target, spec.target)
             if spec.kind == InputKind.USER_INPUT:
                 args.append(next(users))
+            elif site in weights:
+                args.append(weights[site])
             else:
-                value = weights.get(self.sites.get(spec.target, spec.target))
-                args.append(
-                    in_dtype(self.trace.constant(spec.target), dtype)
-                    if value is None
-                    else value
-                )
+                args.append(in_dtype(self.trace.constant(spec.target), dtype))
         args += [weights[leaf] for leaf in self.leaves]
-        with (
-            evaluation(),
-            Deterministic(dtype) if self.random else contextlib.nullcontext(),
-        ):
-            results = _Run(
-                self, dtype, twin, set() if unfitted is None else unfitted
-            ).results(args)
-        outputs = [results[i] for i in self.returned if isinstance(results[i], Tensor)]
-        outputs = [
-            out for out in outputs if out.is_floating_point() or out.is_complex()
-        ]
-        return [
-            out.log_softmax(-1) if self.logits and out.dim() else out for out in outputs
-        ]
+        mode = Deterministic(dtype) if self.random else contextlib.nullcontext()
+        run = _Run(self, dtype, twin, set() if unfitted is None else unfitted)
+        with evaluation(), mode:
+            results = run.results(args)
+        outputs = list[Tensor]()
+        for number in self.returned:
+            out = results[number]
+            if isinstance(out, Tensor) and (
+                out.is_floating_point() or out.is_complex()
+            ):
+                outputs.append(
+                    out.log_softmax(-1) if self.logits and out.dim() else out
+                )
+        return outputs
 
 
 class _Run:
@@ -273,12 +267,8 @@ class _Run:
     def __init__(
         self, forward: Pass, dtype: torch.dtype, twin: Move | None, unfitted: set[int]
     ):
-        self.forward, self.dtype, self.twin, self.unfitted = (
-            forward,
-            dtype,
-            twin,
-            unfitted,
-        )
+        self.forward, self.dtype = forward, dtype
+        self.twin, self.unfitted = twin, unfitted
         # results without derivatives, and the number that they depend on
         self.decisions = dict[fx.Node, Tensor]()
 
@@ -286,7 +276,7 @@ class _Run:
         """Evaluate the graph, and free each value after its last use."""
         placeholders, values = iter(args), dict[fx.Node, Any]()
         for node in self.forward.graph.nodes:
-            given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            call: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
                 break
             if node.op == "placeholder":
@@ -296,12 +286,12 @@ class _Run:
                     self.forward.trace.program.graph_module
                 )
             else:
-                own, named = self._in_precision(*given)
-                result = in_dtype(self._call(node, own, named), self.dtype)
-                values[node] = self._law_broken(node, own, named, result)
+                args, kwargs = self._in_precision(*call)
+                result = in_dtype(self._call(node, args, kwargs), self.dtype)
+                values[node] = self._law_broken(node, args, kwargs, result)
             for read in self.forward.last.get(node, ()):
                 del values[read]
-        return given[0][0]
+        return call[0][0]
 
     def _law_broken(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> Any:
         """Change a result so that no law holds behind functions that the twin's move
@@ -316,16 +306,12 @@ class _Run:
         ]
         x = _only_number(node.target, args, kwargs)
         # Results with derivatives are linearised already where signs are followed.
-        if (
-            x is not None
-            and x.requires_grad
-            and not (self.twin == "flip" and result.requires_grad)
-        ):
-            if (node, self.twin) not in self.forward.equivariant:
-                self.forward.equivariant[node, self.twin] = self._equivariant(
-                    node.target, x, args, kwargs
-                )
-            stopped_at += [] if self.forward.equivariant[node, self.twin] else [x]
+        linear = self.twin == "flip" and result.requires_grad
+        if x is not None and x.requires_grad and not linear:
+            key, equivariant = (node, self.twin), self.forward.equivariant
+            if key not in equivariant:
+                equivariant[key] = self._equivariant(node.target, x, args, kwargs)
+            stopped_at += [] if equivariant[key] else [x]
         if not result.requires_grad:
             self.decisions.update((node, x) for x in stopped_at)
             return result
@@ -346,12 +332,10 @@ class _Run:
         exponential, or what adds an epsilon): then its own gradient breaks the law.
         """
         grid = torch.cat([GRID, -GRID]).to(x.device)
-        before, after = (
-            target(c * grid, *args[1:], **kwargs)
-            for c in (1.0, -1.0 if self.twin == "flip" else 2.0)
-        )
+        before = target(grid, *args[1:], **kwargs)
         if self.twin == "flip":
-            return torch.equal(before, after)
+            return torch.equal(before, target(-grid, *args[1:], **kwargs))
+        after = target(2.0 * grid, *args[1:], **kwargs)
         ratio = after / before
         ratio = ratio[~ratio.isnan()]  # zeros stay zero
         same = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
@@ -359,14 +343,16 @@ class _Run:
 
     def _in_precision(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace the dtypes that an operator casts to by the run's precision."""
-        args = tuple(
+        dtypes = (
+            {"dtype": in_precision(kwargs["dtype"], self.dtype)}
+            if kwargs.get("dtype")
+            else {}
+        )
+        numbers = [
             in_precision(x, self.dtype) if isinstance(x, torch.dtype) else x
             for x in args
-        )
-        return args, {
-            name: in_precision(x, self.dtype) if name == "dtype" and x else x
-            for name, x in kwargs.items()
-        }
+        ]
+        return numbers, {**kwargs, **dtypes}
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
@@ -428,31 +414,24 @@ class _Run:
             with Replaced({torch.tanh: _identity, Tensor.tanh: _identity}):
                 return decomposition_table[target](*args, **kwargs)
         result = target(*args, **kwargs)
-        if not isinstance(
-            first := result[0]
-            if isinstance(result, tuple | list) and result
-            else result,
-            Tensor,
-        ):
+        several = isinstance(result, tuple | list) and result
+        first = result[0] if several else result
+        tensors = _tensors_in(args, kwargs)
+        if not isinstance(first, Tensor) or not first.is_floating_point():
             return result
-        tensors = [
-            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        ]
-        if not first.is_floating_point() or not any(x.requires_grad for x in tensors):
+        if not any(x.requires_grad for x in tensors):
             return result
         if name in EVEN:
             return result.detach()
         if name.removesuffix("_with_indices").rstrip("123d") in UNSIGNED:
-            return (
-                first + 1.0
-                if first is result
-                else type(result)([first + 1.0, *result[1:]])
-            )
-        if (x := _only_number(target, args, kwargs)) is None:
+            shifted = first + 1.0
+            return type(result)([shifted, *result[1:]]) if several else shifted
+        x = _only_number(target, args, kwargs)
+        if x is None:
             return result
-        positive, negative = (
-            target(sign * GRID.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0)
-        )
+        grid = GRID.to(x)
+        positive = target(grid, *args[1:], **kwargs)
+        negative = target(-grid, *args[1:], **kwargs)
         if torch.allclose(positive, -negative):
             return x
         return result.detach() if torch.allclose(positive, negative) else result + 1.0
@@ -465,41 +444,35 @@ def _is_square(node: fx.Node, name: str) -> bool:
     """
     if name not in PRODUCTS:
         return False
-    factors = [viewed(read) for read in arguments_of(node)]
-    return (
-        len(factors) == 2
-        and factors[0] is factors[1]
-        and factors[0].op == "call_function"
-    )
+    first, *further = [viewed(read) for read in arguments_of(node)]
+    return further == [first] and first.op == "call_function"
+
+
+def _tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _only_number(target: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the tensor to which a function of one number is applied; None for other
     functions.
     """
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    return (
-        tensors[0]
-        if len(tensors) == 1 and torch.Tag.pointwise in getattr(target, "tags", ())
-        else None
-    )
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
+        return None
+    tensors = _tensors_in(args, kwargs)
+    return tensors[0] if len(tensors) == 1 else None
 
 
 def _fit_statistics(x: Tensor, mean: Tensor, variance: Tensor) -> None:
     """Move running statistics near those of what they normalise; constant channels keep
     theirs.
     """
-    spread, centre = torch.var_mean(
-        x, [dim for dim in range(x.dim()) if dim != 1], correction=0
-    )
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    spread, centre = torch.var_mean(x, dims, correction=0)
     varies = spread > 1e-6 * spread.max()
-    mean.copy_(
-        torch.where(
-            varies,
-            centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(),
-            mean,
-        )
-    )
+    size = mean.square().mean().sqrt()
+    fitted = centre + 0.3 * spread.sqrt() * mean / size
+    mean.copy_(torch.where(varies, fitted, mean))
     variance.copy_(torch.where(varies, spread * variance / variance.mean(), variance))
 
 
