@@ -192,12 +192,15 @@ def ranked(flow: Flow, call: Call) -> list[Value]:
     "cummin",
     "cumprod",
     "logcumsumexp",
+    "diff",
     "_fft_r2c",
     "_fft_c2c",
     "_fft_c2r",
 )
 def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
+    for other in call.operands[1:]:  # what a difference puts before or behind
+        flow.pin(other)
     return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(
         call.shapes
     )
