@@ -340,7 +340,7 @@ def _exact_table(h: int) -> Tensor:
 def holm(p_values: Tensor) -> Tensor:
     """Adjust p-values ``(T,)`` by Holm's method (1979), in the given order."""
     ordered, order = p_values.sort()
-    factors = torch.arange(len(ordered), 0, -1).to(ordered)
+    factors = torch.arange(len(ordered), 0, -1, device=ordered.device).to(ordered)
     adjusted = torch.empty_like(p_values)
     if len(ordered):
         adjusted[order] = (ordered * factors).cummax(0).values.clamp(max=1)

@@ -467,7 +467,9 @@ def gaussians(
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
     """Check labels and return them as int64."""
     arguments.tensor("labels", labels)
-    outside = labels[~torch.isin(labels, torch.arange(classes).to(labels))]
+    outside = labels[
+        ~torch.isin(labels, torch.arange(classes, device=labels.device).to(labels))
+    ]
     if labels.shape != (inputs,) or len(outside):
         raise ValueError(
             f"labels has shape {tuple(labels.shape)} and holds {outside[:3].tolist()}; "

@@ -263,7 +263,9 @@ class Matching:
     def expect(self, name: str) -> None:
         """Note the expectation of an undrawn set, given all that is known of others."""
         densities = self.matrix(name).densities
-        chances = torch.eye(densities.shape[-1]).to(densities).expand_as(densities[0])
+        count = densities.shape[-1]
+        identity = torch.eye(count, dtype=densities.dtype, device=densities.device)
+        chances = identity.expand_as(densities[0])
         if self.units.is_permuted(name):
             chances = doubly_stochastic(sum_over_signs(densities), 6)
         signed = chances

@@ -110,7 +110,8 @@ def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
         for number in range((len(tensors) - 2) // 2):
             positions.append(tensors[f"positions_{number}"])
             shape = tensors[f"scale_tril_{number}_unconstrained"].shape
-            trils.append(torch.eye(shape[-1]).to(loc).expand(shape))
+            identity = torch.eye(shape[-1], dtype=loc.dtype, device=loc.device)
+            trils.append(identity.expand(shape))
         blocks = UnitBlocks(torch.zeros_like(loc), positions, trils)
         guide: Any = AutoGaussian(sites, blocks)
         guide.load_state_dict(tensors)

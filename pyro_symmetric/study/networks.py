@@ -325,8 +325,9 @@ def _laplace_draws(
     scales = [prior.scale_of(name, shape) for name, shape in shapes.items()]
     precisions = problem.x.new_tensor([scale**-2 for scale in scales])
     if structure != "kron":  # one precision per weight; "kron" takes one per parameter
-        counts = torch.tensor([shape.numel() for shape in shapes.values()])
-        precisions = precisions.repeat_interleave(counts.to(precisions.device))
+        sizes = [shape.numel() for shape in shapes.values()]
+        counts = torch.tensor(sizes, device=precisions.device)
+        precisions = precisions.repeat_interleave(counts)
     fitted = Laplace(
         net,
         "classification" if problem.is_classification else "regression",
