@@ -200,8 +200,8 @@ def load(
         raw, is_kept, max_train, max_test, np.random.default_rng([seed, split])
     )
     if held_out:
-        kept = tuple(label for label in raw.class_names if label not in held_out)
-        raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=kept)
+        class_names = tuple(label for label in raw.class_names if label not in held_out)
+        raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=class_names)
     _require_sound(name, raw, train)
     train_x = _inputs(raw.x[train])
     y = torch.from_numpy(raw.y)
@@ -234,14 +234,14 @@ def load(
 
 def ood(
     name: str,
-    like: Dataset,
+    dataset: Dataset,
     *,
     root: str | Path = "data",
     download: bool = False,
     max_rows: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Return ``like`` with the inputs of another data set as out-of-distribution
+    """Return ``dataset`` with the inputs of another data set as out-of-distribution
     inputs, standardised as its own.
 
     They must have the same shape. The features of ``csv:FILE`` are selected by name, so
@@ -249,34 +249,42 @@ def ood(
     is used.
 
     :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
-    :raises ValueError: if the data set is ``like`` itself, or has another shape.
+    :raises ValueError: if the data set is ``dataset`` itself, or has another shape.
     :raises FileNotFoundError: if the data aren't in ``root``.
     """
     arguments.whole("max_rows", max_rows, 1, none="all")
-    if name == like.name:
+    if name == dataset.name:
         raise ValueError(
             f"ood is {name!r}, the data set itself; name another data set, or hold out "
             "classes"
         )
     if name.startswith("csv:"):
         raw = Raw(
-            numbers(frame(name, like.feature_names)[list(like.feature_names)]),
+            numbers(frame(name, dataset.feature_names)[list(dataset.feature_names)]),
             np.zeros(0),
         )
     else:
         raw = _read(
-            name, Path(root).expanduser(), download, None, 0, None, like.input_shape[-1]
+            name,
+            Path(root).expanduser(),
+            download,
+            None,
+            0,
+            None,
+            dataset.input_shape[-1],
         )
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
-    if x.shape[1:] != like.input_shape:
+    if x.shape[1:] != dataset.input_shape:
         shape = tuple(x.shape[1:])
-        expected = tuple(like.input_shape)
+        expected = tuple(dataset.input_shape)
         raise ValueError(
-            f"rows of {name} have shape {shape}, but of {like.name} {expected}"
+            f"rows of {name} have shape {shape}, but of {dataset.name} {expected}"
         )
     return replace(
-        like, ood_x=(x.to(like.x_mean) - like.x_mean) / like.x_scale, ood_name=name
+        dataset,
+        ood_x=(x.to(dataset.x_mean) - dataset.x_mean) / dataset.x_scale,
+        ood_name=name,
     )
 
 
@@ -511,7 +519,7 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
             "root (--data-root) to say where it is"
         ) from error
     x, y = (
-        np.concatenate(both) for both in zip(_arrays(train), _arrays(test), strict=True)
+        np.concatenate(pair) for pair in zip(_arrays(train), _arrays(test), strict=True)
     )
     classes = (
         tuple(map(str, range(10)))

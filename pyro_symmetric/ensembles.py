@@ -516,16 +516,16 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
             for name, p in module.named_parameters(recurse=False)
         }
         # a tied parameter belongs to its first module
-        own = keep_names(names, members)
+        member_names = keep_names(names, members)
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
-        if not own or not callable(reset):
+        if not member_names or not callable(reset):
             continue
-        is_reset |= own.keys()
+        is_reset |= member_names.keys()
         for member in range(count):
             reset()
-            for name, parameter in own.items():
+            for name, parameter in member_names.items():
                 members[name][member] = parameter.detach()
     varying = [
         name

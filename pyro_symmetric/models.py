@@ -150,13 +150,13 @@ class BayesianModel(nn.Module):
     ):
         super().__init__()
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-        if other := [
+        if unexpected := [
             name
             for name, value in net.named_parameters()
             if not value.is_floating_point()
         ]:
             raise ValueError(
-                f"the parameters {other} aren't real numbers; build complex ones from "
+                f"the parameters {unexpected} aren't real numbers; build complex ones from "
                 "two real parts"
             )
         num_data = arguments.whole(
@@ -202,8 +202,8 @@ class BayesianModel(nn.Module):
         dtype.
         """
         parameters = self._parameters_of_net()
-        like = first_value(parameters)
-        if self._prior_cache[0] != (like.device, like.dtype):
+        example = first_value(parameters)
+        if self._prior_cache[0] != (example.device, example.dtype):
             priors = {
                 name: self.prior(name, parameter.detach())
                 for name, parameter in parameters.items()
@@ -216,8 +216,8 @@ class BayesianModel(nn.Module):
                         f"{tuple(prior.event_shape)}; these must be () and the "
                         "parameter's shape (did you forget .to_event?)"
                     )
-            latents = self.likelihood.latents(like)
-            self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
+            latents = self.likelihood.latents(example)
+            self._prior_cache = ((example.device, example.dtype), {**priors, **latents})
         return self._prior_cache[1]
 
     @property
@@ -421,9 +421,9 @@ class Likelihood(Protocol):
     def temperature(self) -> float:
         """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
 
-    def latents(self, like: Tensor) -> Priors:
+    def latents(self, example: Tensor) -> Priors:
         """Return the priors of the likelihood's own latent sites, on the device and in
-        the dtype of ``like``.
+        the dtype of ``example``.
         """
 
     def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
@@ -460,7 +460,7 @@ class CategoricalLikelihood:
     def __post_init__(self) -> None:
         arguments.positive("temperature", self.temperature)
 
-    def latents(self, like: Tensor) -> Priors:
+    def latents(self, example: Tensor) -> Priors:
         return {}
 
     def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
@@ -505,9 +505,9 @@ class GaussianLikelihood:
         arguments.positive("scale", self.scale, none="one that is learnt")
         arguments.positive("prior_scale", self.prior_scale)
 
-    def latents(self, like: Tensor) -> Priors:
+    def latents(self, example: Tensor) -> Priors:
         return (
-            {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))}
+            {"noise_scale": dist.HalfNormal(example.new_tensor(self.prior_scale))}
             if self.scale is None
             else {}
         )

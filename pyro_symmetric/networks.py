@@ -214,9 +214,13 @@ def failing_layer(net: nn.Module, *args: Any) -> str:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals["self"] in names:
             layer, inputs = frame.f_locals["self"], frame.f_locals["args"]
     shapes = [tuple(part.shape) for part in inputs if isinstance(part, Tensor)]
-    own = {part: tuple(v.shape) for part, v in layer.named_parameters(recurse=False)}
-    title = f"layer {names[layer]!r}, {layer}" if own else type(layer).__name__
-    return f"{title} with parameters {own}, given two rows {shapes}: {message}"
+    parameter_shapes = {
+        part: tuple(v.shape) for part, v in layer.named_parameters(recurse=False)
+    }
+    title = (
+        f"layer {names[layer]!r}, {layer}" if parameter_shapes else type(layer).__name__
+    )
+    return f"{title} with parameters {parameter_shapes}, given two rows {shapes}: {message}"
 
 
 def import_torchvision() -> ModuleType:

@@ -21,8 +21,8 @@ def axes_or_new(ax: Any, columns: int = 1, rows: int = 0) -> Any:
     :raises TypeError: if there are others than axes.
     """
     if ax is not None:
-        found = [ax] if columns == 1 else ax
-        if not isinstance(found, Iterable) or not all(map(_is_axes, found)):
+        axes = [ax] if columns == 1 else ax
+        if not isinstance(axes, Iterable) or not all(map(_is_axes, axes)):
             wanted = "axes" if columns == 1 else f"a sequence of {columns} axes"
             raise TypeError(
                 f"ax is a {type(ax).__name__}; it must be {wanted} of matplotlib, or "
@@ -84,12 +84,12 @@ def traces(ax: Any, site: str, draws: Any) -> Any:
     :param ax: a pair of axes.
     :param draws: ``(chains, draws, entries)``, of which the first ten entries are drawn.
     """
-    left, right = axes = axes_or_new(ax, 2)
+    trace_axes, density_axes = axes = axes_or_new(ax, 2)
     shown = draws[..., :MOST_ENTRIES]
     for entry in range(shown.shape[-1]):
         for chain in shown[..., entry]:
-            left.plot(chain, color=f"C{entry}", lw=0.6, alpha=0.7)
-            right.hist(
+            trace_axes.plot(chain, color=f"C{entry}", lw=0.6, alpha=0.7)
+            density_axes.hist(
                 chain,
                 bins=30,
                 density=True,
@@ -100,8 +100,8 @@ def traces(ax: Any, site: str, draws: Any) -> Any:
     title = site
     if shown.shape[-1] < draws.shape[-1]:
         title += f", {shown.shape[-1]} of {draws.shape[-1]} entries"
-    left.set(title=title, xlabel="draw", ylabel=site)
-    right.set(title="a line for each chain", xlabel="density", ylabel=site)
+    trace_axes.set(title=title, xlabel="draw", ylabel=site)
+    density_axes.set(title="a line for each chain", xlabel="density", ylabel=site)
     return axes
 
 

@@ -206,7 +206,9 @@ def loss_barrier(
                 log_sum, *mean_sum = sums.get(
                     name, (density - math.inf, *(0 * value for value in mean))
                 )
-                added = (one + other for one, other in zip(mean_sum, mean, strict=True))
+                added = (
+                    total + addend for total, addend in zip(mean_sum, mean, strict=True)
+                )
                 sums[name] = [torch.logaddexp(log_sum, density), *added]
         for name, (density, *mean) in sums.items():
             if density.isnan().any():

@@ -119,13 +119,13 @@ class Optimum(NamedTuple):
     cost: Tensor
     converged: Tensor
 
-    def better(self, other: Optimum) -> Optimum:
+    def better(self, candidate: Optimum) -> Optimum:
         """Take the better of two optima for each source."""
-        lower = other.cost < self.cost
+        lower = candidate.cost < self.cost
         return Optimum(
-            choose(lower, other.element, self.element),
-            torch.where(lower, other.cost, self.cost),
-            torch.where(lower, other.converged, self.converged),
+            choose(lower, candidate.element, self.element),
+            torch.where(lower, candidate.cost, self.cost),
+            torch.where(lower, candidate.converged, self.converged),
         )
 
     def repeated(self, count: int) -> Optimum:

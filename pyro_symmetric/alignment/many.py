@@ -241,8 +241,8 @@ def align_many(
         raise ValueError(
             f"varimax is {varimax!r}; units rotate along the sites {list(turned)}"
         )
-    given, device, shape = members_of(sources, group)
-    sites = compared_sites(given, group)
+    members, device, shape = members_of(sources, group)
+    sites = compared_sites(members, group)
     drawn = (
         isinstance(sources, Posterior | Mapping)
         and math.prod(shape) >= MANY
@@ -250,9 +250,12 @@ def align_many(
     )
     objective = cost or ("gaussian" if drawn else "wasserstein")
     require_fit(objective, group)
-    require_rotatable(given.values(), group)
-    every = moments_of(list(given.values()), sites, group, COSTS[objective])
-    moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
+    require_rotatable(members.values(), group)
+    member_moments = moments_of(list(members.values()), sites, group, COSTS[objective])
+    moments = {
+        site: torch.cat([of_member[site] for of_member in member_moments], 1)
+        for site in sites
+    }
     if objective == "gaussian":  # spreads are differences of squares
         moments = map_values(Tensor.double, moments)
     scales = evening(group, moments).of_source
@@ -368,9 +371,9 @@ class _Rounds:
     def aligned_to_one(self) -> Element:
         """Align all members to a random one, with the spread of all."""
         one = int(torch.randint(self._count, (), device="cpu"))
-        alone = {}
-        for site, every in self._moments.items():
-            alone[site] = every[:, one : one + 1]
+        reference = {}
+        for site, moments in self._moments.items():
+            reference[site] = moments[:, one : one + 1]
             if not self._cost.squared:
                 scale = self._cost.centre(self._source[site].mean(1, keepdim=True))[1]
                 axes = [
@@ -389,13 +392,13 @@ class _Rounds:
                         .mean([1 + dim for dim in sorted(dims)], keepdim=True)
                         .sqrt()
                     )
-                alone[site] = torch.stack(
-                    [alone[site][0], scale.expand_as(alone[site][0])]
+                reference[site] = torch.stack(
+                    [reference[site][0], scale.expand_as(reference[site][0])]
                 )
         element = self.identity
         for rows in self._chunks:
             element = put(
-                element, rows, search(self._descent(alone, rows), 0).best.element
+                element, rows, search(self._descent(reference, rows), 0).best.element
             )
         return element
 
@@ -406,13 +409,13 @@ class _Rounds:
         self.place(element)
         history = [float(self.costs().mean())]
         converged = False
-        for alone in (False, True) if 2 <= self._count <= FEW else (False,):
+        for left_out in (False, True) if 2 <= self._count <= FEW else (False,):
             for number in range(max_rounds):
-                fresh = alone or number < FRESH_ROUNDS
-                element = self._round(element, alone, fresh)
+                fresh = left_out or number < FRESH_ROUNDS
+                element = self._round(element, left_out, fresh)
                 history.append(float(self.costs().mean()))
                 gained = history[-2] - history[-1] > TOLERANCE * abs(history[-2])
-                if converged := not gained and (alone or not fresh):
+                if converged := not gained and (left_out or not fresh):
                     break
             if not converged:
                 break
@@ -453,7 +456,7 @@ class _Rounds:
             turn = varimax_axes(mean, turning, varimax)
         return turn.within(self._group) @ element
 
-    def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
+    def _round(self, element: Element, left_out: bool, fresh: bool) -> Element:
         """Align all members to the common reference, or each in turn to that of the
         others.
 
@@ -461,13 +464,15 @@ class _Rounds:
         """
         total = map_values(lambda value: value.sum(1, keepdim=True), self._present)
         singles = torch.randperm(self._count, device="cpu").split(1)
-        for rows in singles if alone else self._chunks:
-            rest = (
+        for rows in singles if left_out else self._chunks:
+            remaining = (
                 {s: v - self._present[s][:, rows] for s, v in total.items()}
-                if alone
+                if left_out
                 else total
             )
-            descent = self._descent(self._centre(rest, self._count - alone), rows)
+            descent = self._descent(
+                self._centre(remaining, self._count - left_out), rows
+            )
             best = best_of_all(descent, MOST_ENTRIES)
             if best is None:
                 best = descent.descend(descent.at(element.select(rows)), descent.roots)
@@ -476,7 +481,7 @@ class _Rounds:
             element = put(element, rows, best.element)
             for site, value in descent.at(best.element).features.items():
                 self._present[site] = self._present[site].index_copy(1, rows, value)
-                total[site] = rest[site] + value if alone else total[site]
+                total[site] = remaining[site] + value if left_out else total[site]
         return element
 
     def _descent(self, reference: Moments, rows: Tensor) -> Descent:
@@ -501,7 +506,11 @@ def _two_sided(group: Group) -> Group:
         for n in group.names("scale")
     }
     return group.without(
-        [n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0],
+        [
+            n
+            for n, powers in exponents.items()
+            if not powers or min(powers) > 0 or max(powers) < 0
+        ],
         "scale",
     )
 
@@ -520,20 +529,21 @@ def _as_given(sources: Any, element: Element) -> Any:
             if (b := sources.bijection(site)) is not None and b.domain.event_dim
         }
         loc, scale = (
-            own | element(drop_names(own, held)) for own in (sources.loc, sources.scale)
+            moved | element(drop_names(moved, held))
+            for moved in (sources.loc, sources.scale)
         )
         return GaussianWeights(loc, map_values(Tensor.abs, scale), sources.supports)
     members = []
-    for k, own in enumerate(sources):
-        weights = plain(own)
-        one = element.select(k)
-        if isinstance(own, nn.Module) and isinstance(weights, Mapping):
-            members.append(with_weights(own, one(weights)))
+    for k, moved in enumerate(sources):
+        weights = plain(moved)
+        member_element = element.select(k)
+        if isinstance(moved, nn.Module) and isinstance(weights, Mapping):
+            members.append(with_weights(moved, member_element(weights)))
         else:
             members.append(
                 _as_given(
                     weights if isinstance(weights, Mapping) else to_gaussian(weights),
-                    one,
+                    member_element,
                 )
             )
     return members

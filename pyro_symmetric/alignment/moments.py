@@ -264,11 +264,11 @@ def _read(weights: Any, name: str) -> GaussianWeights:
     if by_site:
         moments = {site: weights._get_loc_and_scale(site) for site in sites}
     else:  # a flat vector, in the order of the guide's own layout
-        both = [
+        sides = [
             {s["name"]: value for s, value in weights._unpack_latent(flat)}
             for flat in weights._loc_scale()
         ]
-        moments = {site: (both[0][site], both[1][site]) for site in sites}
+        moments = {site: (sides[0][site], sides[1][site]) for site in sites}
     # Cloned, as later training steps change the guide's parameters in place.
     loc = map_values(lambda pair: pair[0].detach().clone(), moments)
     scale = map_values(lambda pair: pair[1].detach().clone(), moments)
@@ -293,11 +293,11 @@ def barycentre_gaussians(
         return {
             site: torch.stack(
                 [
-                    s * own[site].to(like.device)
-                    for s, own in zip(shares, values, strict=True)
+                    s * value[site].to(example.device)
+                    for s, value in zip(shares, values, strict=True)
                 ]
             ).sum(0)
-            for site, like in values[0].items()
+            for site, example in values[0].items()
         }
 
     return GaussianWeights(
@@ -439,7 +439,9 @@ def require_rotatable(gaussians: Iterable[GaussianWeights], group: Group) -> Non
     """
     if not group.names("rotate"):
         return
-    for site, value in (pair for every in gaussians for pair in every.scale.items()):
+    for site, value in (
+        pair for gaussian in gaussians for pair in gaussian.scale.items()
+    ):
         if site in group.sites and value.any():
             raise ValueError(
                 f"{site!r} has deviations, which can't be rotated weight by weight; "
@@ -468,10 +470,10 @@ def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.S
     return shape
 
 
-def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[str]:
+def compared_sites(gaussians: Mapping[str, GaussianWeights], group: Group) -> list[str]:
     """Return the sites to compare: those that the group knows, without buffers.
 
-    :param given: name in messages -> moments.
+    :param gaussians: name in messages -> moments.
     :raises ValueError: naming the site that some lack, or whose values don't suit the
         group or one another.
     """
@@ -479,10 +481,10 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
     sites = [
         s
         for s in _comparable(group)
-        if s in required or any(s in own.loc for own in given.values())
+        if s in required or any(s in gaussian.loc for gaussian in gaussians.values())
     ]
     for site in sites:
-        for name, weights in given.items():
+        for name, weights in gaussians.items():
             if site not in weights.loc:
                 raise ValueError(
                     f"{name} lacks the site {site!r}, which alignment needs; it has "
@@ -491,9 +493,9 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
             require_finite({site: weights.loc[site]}, name)
             require_finite({site: weights.scale[site]}, f"scale of {name}")
             members = [
-                (other, axis)
+                (neighbour, axis)
                 for by_dim in group.members(site).values()
-                for other, axis in by_dim
+                for neighbour, axis in by_dim
             ]
             rescaled = any(axis.exponent for _, axis in members)
             bijection = weights.bijection(site)
@@ -511,7 +513,8 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
         if (
             len(
                 kinds := {
-                    site in weights.supports: name for name, weights in given.items()
+                    site in weights.supports: name
+                    for name, weights in gaussians.items()
                 }
             )
             > 1
@@ -549,18 +552,18 @@ def members_of(sources: Any, group: Group) -> Members:
                 "network or guide"
             )
         moments = {
-            f"sources[{k}]": on_host(own, f"sources[{k}]")
-            for k, own in enumerate(members)
+            f"sources[{k}]": on_host(member, f"sources[{k}]")
+            for k, member in enumerate(members)
         }
-        for name, (one, _) in moments.items():
-            if batch_shape_of(one, group, name):
+        for name, (weights, _) in moments.items():
+            if batch_shape_of(weights, group, name):
                 raise ValueError(
                     f"{name} has batch dimensions; a list holds one set of weights in "
                     "each place"
                 )
-            require_buffers(one.loc, group.buffers, name)
+            require_buffers(weights.loc, group.buffers, name)
         return Members(
-            {name: one for name, (one, _) in moments.items()},
+            {name: weights for name, (weights, _) in moments.items()},
             moments["sources[0]"][1],
             (len(moments),),
         )
@@ -588,7 +591,7 @@ def members_of(sources: Any, group: Group) -> Members:
 
 
 def moments_of(
-    given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost
+    gaussians: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost
 ) -> list[Moments]:
     """Stack means and deviations (unless all are zero), site -> ``(channels, B,
     *site_shape)``.
@@ -596,14 +599,14 @@ def moments_of(
     The dtype is the widest of all, at least float32, as inner products need.
     """
     varies = cost.deviations and any(
-        bool(weights.scale[site].any()) for weights in given for site in sites
+        bool(weights.scale[site].any()) for weights in gaussians for site in sites
     )
-    result: list[Moments] = [{} for _ in given]
+    result: list[Moments] = [{} for _ in gaussians]
     for site in sites:
         dtype = torch.float32
-        for weights in given:
+        for weights in gaussians:
             dtype = torch.promote_types(dtype, weights.loc[site].dtype)
-        for moments, weights in zip(result, given, strict=True):
+        for moments, weights in zip(result, gaussians, strict=True):
             shape = weights.shape_of(site, group.site_shapes[site])
             channels = (weights.loc[site], weights.scale[site])[: 1 + varies]
             moments[site] = torch.stack(
@@ -676,7 +679,8 @@ def shown_by(
         site: of_reference[site][None, None] / number for site, number in blocks.items()
     }
     source = {
-        site: torch.stack([own[site] for own in of_sources])[None] for site in blocks
+        site: torch.stack([of_source[site] for of_source in of_sources])[None]
+        for site in blocks
     }
     return Shown(shown, remaining, features, source)
 
@@ -687,8 +691,8 @@ def _layer_inputs(
     """Return a layer's weight -> its inputs, ``(columns, samples)``, of mean zero and
     norm one, or zero if constant.
     """
-    own = dict(net.named_parameters()) | dict(net.named_buffers())
-    net = with_weights(net, keep_names(weights, own)).eval()
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    net = with_weights(net, keep_names(weights, tensors)).eval()
     recorded: dict[str, list[Tensor]] = {}
     for name, module in net.named_modules():
         site = next(
@@ -734,21 +738,23 @@ def _on_inputs(group: Group, shapes: Shapes) -> Group:
     """
     units = []
     parents = set()
-    for one in reversed(group.units.values()):
+    for unit_set in reversed(group.units.values()):
         axes = tuple(
             replace(a, dim=0)
-            for a in one.axes
+            for a in unit_set.axes
             if a.site in shapes and (a.dim, a.span) == (1, 1)
         )
-        moves = one.moves & (
+        moves = unit_set.moves & (
             {"permute", "flip"}
             if any(axis.exponent % 2 for axis in axes)
             else {"permute"}
         )
-        if (axes and moves) or one.name in parents:
-            parents.add(one.parent)
-            units.append(replace(one, axes=axes, moves=moves if axes else frozenset()))
-    sites = {axis.site for one in units for axis in one.axes}
+        if (axes and moves) or unit_set.name in parents:
+            parents.add(unit_set.parent)
+            units.append(
+                replace(unit_set, axes=axes, moves=moves if axes else frozenset())
+            )
+    sites = {axis.site for unit_set in units for axis in unit_set.axes}
     return Group(
         reversed(units),
         keep_names(shapes, sites),

@@ -127,8 +127,10 @@ class Alignment:
     def __repr__(self) -> str:
         before = _mean(self.initial_cost)
         after = _mean(self.cost)
-        tried = self._tried()
-        return f"Alignment(cost {before:.6g} -> {after:.6g}, {tried}, {self.element})"
+        attempts = self._tried()
+        return (
+            f"Alignment(cost {before:.6g} -> {after:.6g}, {attempts}, {self.element})"
+        )
 
     def _tried(self) -> str:
         share = _mean(self.converged)
@@ -213,14 +215,15 @@ def align(
     def unbatched(value: Tensor) -> Any:
         return value.reshape(shape) if shape else value[0].item()
 
-    found = match.search
+    search_result = match.search
     return Alignment(
         element=reshape(match.element, shape).to(device),
         cost=unbatched(match.cost),
         initial_cost=unbatched(match.initial_cost),
-        converged=unbatched(found.best.converged & found.checked),
-        start_costs=tuple(unbatched(end) for end in found.end_costs),
-        exact=found.exact and (activations is not None or not group.names("scale")),
+        converged=unbatched(search_result.best.converged & search_result.checked),
+        start_costs=tuple(unbatched(end) for end in search_result.end_costs),
+        exact=search_result.exact
+        and (activations is not None or not group.names("scale")),
     )
 
 

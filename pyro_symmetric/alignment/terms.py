@@ -136,9 +136,9 @@ def group_inside(group: Group, root: str, sites: Names) -> Inside:
         local_position = torch.full((length,), -1, device="cpu")
         local_position[positions] = torch.arange(len(positions), device="cpu")
         for name in axes:
-            each = group[name].count // outer.count
+            per_outer_unit = group[name].count // outer.count
             for along in _along_same_axis(group, name, term.axis):
-                index = local_position[along.index[:, :each]]
+                index = local_position[along.index[:, :per_outer_unit]]
                 index = index[(index >= 0).all(-1)]
                 if index.numel():
                     axes[name].append(Axis(site, 0, index, along.exponent))

@@ -271,11 +271,13 @@ def doubtful_axes(draws: Tensors, group: Group) -> list[str]:
     mean = map_values(lambda value: value.mean(0), flat)
     viewed = group.viewed(mean)
     for name in group.names("rotate") if batch else ():
-        one = group[name]
+        unit_set = group[name]
         axes = group.axes(name)
         spread = sum(float(flat[a.site].var(0, correction=0).mean()) for a in axes)
         epsilon = math.sqrt(spread / len(axes))
-        units = entries_of(group, viewed, axes).unflatten(0, (one.copies, one.size))
+        units = entries_of(group, viewed, axes).unflatten(
+            0, (unit_set.copies, unit_set.size)
+        )
         moments = torch.linalg.eigvalsh(units @ units.mT)
         first = moments[:, :-1]
         second = moments[:, 1:]
@@ -332,7 +334,7 @@ def _log_odds(units: Tensor, move: Move) -> Tensor:
     # of units (rows) for places
     scores = units @ (mean * precision).mT - 0.5 * units.square() @ precision.mT
     scores -= 0.5 * (mean.square() * precision - precision.log()).sum(-1).unsqueeze(-2)
-    own = scores.diagonal(dim1=-2, dim2=-1)
-    odds = own.unsqueeze(-1) + own.unsqueeze(-2) - scores - scores.mT
+    own_scores = scores.diagonal(dim1=-2, dim2=-1)
+    odds = own_scores.unsqueeze(-1) + own_scores.unsqueeze(-2) - scores - scores.mT
     first, second = torch.triu_indices(n, n, 1, device=units.device)
     return odds[..., first, second]

@@ -170,13 +170,13 @@ def principal_axes(weights: Tensors, group: Group) -> Element:
     viewed = group.viewed(weights)
     rotations = {}
     for name in group.names("rotate"):
-        one = group[name]
+        unit_set = group[name]
         axes = [axis for axis in group.axes(name) if axis.site in viewed]
         units = entries_of(group, viewed, axes).double()
-        units = units.unflatten(-2, (one.copies, one.size))
+        units = units.unflatten(-2, (unit_set.copies, unit_set.size))
         ascending = torch.linalg.eigh(units @ units.mT).eigenvectors
         matrices = _largest_positive(ascending.flip(-1).mT, units)
-        rotations[name] = matrices.reshape(*shape, *one.shape, one.size)
+        rotations[name] = matrices.reshape(*shape, *unit_set.shape, unit_set.size)
     return Element(group, rotations=rotations, batch_shape=shape)
 
 
@@ -191,13 +191,13 @@ def varimax_axes(weights: Tensors, group: Group, site: str) -> Element:
     viewed = group.viewed(principal.on_sites(weights))
     rotations = {}
     for name in group.names("rotate"):
-        one = group[name]
+        unit_set = group[name]
         axes = [axis for axis in group.axes(name) if axis.site == site]
         if not axes:
             continue
         units = entries_of(group, viewed, axes).double()
-        units = units.unflatten(-2, (one.copies, one.size))
-        matrices = torch.eye(one.size, dtype=units.dtype, device=units.device)
+        units = units.unflatten(-2, (unit_set.copies, unit_set.size))
+        matrices = torch.eye(unit_set.size, dtype=units.dtype, device=units.device)
         for _ in range(VARIMAX_STEPS):
             turned = matrices @ units
             squares = turned.square()
@@ -205,7 +205,7 @@ def varimax_axes(weights: Tensors, group: Group, site: str) -> Element:
             matrices = polar(slope @ units.mT)
         order = (matrices @ units).square().sum(-1, keepdim=True).argsort(-2).flip(-2)
         matrices = _largest_positive(matrices.take_along_dim(order, -2), units)
-        shape = (*principal.batch_shape, *one.shape, one.size)
+        shape = (*principal.batch_shape, *unit_set.shape, unit_set.size)
         rotations[name] = matrices.reshape(shape)
     batch_shape = principal.batch_shape
     return Element(group, rotations=rotations, batch_shape=batch_shape) @ principal

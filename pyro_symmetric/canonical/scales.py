@@ -175,17 +175,17 @@ def minimal_mass(
         missing, misshaped, NaN or infinite, or another network's; if ``sites`` are
         unknown.
     """
-    whole = group_of(symmetry)
-    group = whole.scalings
-    given = weights
-    weights = weights_of(weights, whole)
+    full_group = group_of(symmetry)
+    group = full_group.scalings
+    original = weights
+    weights = weights_of(weights, full_group)
     require_finite(weights)
     shape = acted_shape(group, weights)
-    counted = [site for site in whole.weight_sites if site in weights]
+    counted = [site for site in full_group.weight_sites if site in weights]
     if sites is not None:
         counted = arguments.listed("sites", sites, str, "sites")
         require_sites(
-            keep_names(weights, whole.site_shapes),
+            keep_names(weights, full_group.site_shapes),
             counted,
         )
     flat = {
@@ -221,7 +221,7 @@ def minimal_mass(
         value.reshape(shape) for value in (mass, before, imbalance)
     )
     return MinimalMass(
-        mass, before, log_scales, as_it_came(given, scaled), held, imbalance
+        mass, before, log_scales, as_it_came(original, scaled), held, imbalance
     )
 
 
@@ -239,28 +239,30 @@ class _Minimum(NamedTuple):
 
 def _minimum(weights: Tensors, group: Group) -> _Minimum:
     """Minimise the mass of weights of the view."""
-    whole = Mass(group, map_values(lambda value: value.double().square(), weights))
-    free = whole.bounded()
-    left = whole.without(~free)
-    u, imbalance = left.minimise(free)
-    return _Minimum(left(u), left(torch.zeros_like(u)), u, ~free, imbalance)
+    mass = Mass(group, map_values(lambda value: value.double().square(), weights))
+    free = mass.bounded()
+    without_free = mass.without(~free)
+    u, imbalance = without_free.minimise(free)
+    return _Minimum(
+        without_free(u), without_free(torch.zeros_like(u)), u, ~free, imbalance
+    )
 
 
-def weights_of(given: Any, group: Group) -> Weights:
+def weights_of(source: Any, group: Group) -> Weights:
     """Return the weights of a network, or the draws of a posterior, chain after chain;
     return weights unchanged.
     """
-    if isinstance(given, nn.Module):
-        return plain_weights(given, group)
-    return given.get_samples() if isinstance(given, Posterior) else given
+    if isinstance(source, nn.Module):
+        return plain_weights(source, group)
+    return source.get_samples() if isinstance(source, Posterior) else source
 
 
-def as_it_came(given: Any, weights: Weights) -> Any:
+def as_it_came(source: Any, weights: Weights) -> Any:
     """Return changed weights in the form in which :func:`weights_of` received them."""
     return (
-        with_weights(given, weights)
-        if isinstance(given, nn.Module)
-        else as_given(given, weights)
+        with_weights(source, weights)
+        if isinstance(source, nn.Module)
+        else as_given(source, weights)
     )
 
 
@@ -284,21 +286,26 @@ class Mass:
         with torch.inference_mode(False):  # autograd takes no inference tensors
             for site, value in squares.items():
                 dims = sorted(group.members(site))
-                rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
+                summed = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
                 axes = [_Multiplied(group, site, dim) for dim in dims]
                 self._terms.append(
-                    (value.detach().sum(rest) if rest else value.detach().clone(), axes)
+                    (
+                        value.detach().sum(summed)
+                        if summed
+                        else value.detach().clone(),
+                        axes,
+                    )
                 )
 
     def without(self, removed: Tensor) -> Mass:
         """Return the sum without the entries that removed units multiply, bool
         ``(samples, units)``.
         """
-        left = copy.copy(self)
-        left._base = torch.zeros_like(self._base).masked_fill(
+        reduced = copy.copy(self)
+        reduced._base = torch.zeros_like(self._base).masked_fill(
             removed.unsqueeze(1), GONE
         )
-        return left
+        return reduced
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return ``f(u)`` of each sample, without a linear term."""
@@ -313,8 +320,8 @@ class Mass:
         for term, axes in self._terms:
             factors = [(2 * axis(logs)).exp() for axis in axes]
             # row vectors from the left: columns take a batch up to twenty times as long
-            for own in factors[:0:-1]:
-                term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(
+            for factor in factors[:0:-1]:
+                term = (factor.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(
                     term.shape[:-1]
                 )
             total = total + ((term * factors[0]).sum(-1) if factors else term)
@@ -338,13 +345,13 @@ class Mass:
         that such units multiply vanish, which may cut off others.
         """
         free = torch.ones(self.shape, dtype=torch.bool, device=self._base.device)
-        left = self
+        bounded = self
         while True:
-            bounded_units = left._reached(0) & left._reached(1) & free
+            bounded_units = bounded._reached(0) & bounded._reached(1) & free
             if torch.equal(bounded_units, free):
                 return free
             free = bounded_units
-            left = self.without(~bounded_units)
+            bounded = self.without(~bounded_units)
 
     def _reached(self, side: int) -> Tensor:
         """Find the units reached by an entry all of whose units on the other side are
@@ -417,12 +424,12 @@ class Mass:
         with directions.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            here = logs.detach().clone().requires_grad_()
+            point = logs.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(
-                self.total(here).sum() / 2, here, create_graph=twice
+                self.total(point).sum() / 2, point, create_graph=twice
             )
         return gradient.detach(), lambda p: torch.autograd.grad(
-            gradient, here, p, retain_graph=True
+            gradient, point, p, retain_graph=True
         )[0]
 
 
@@ -444,12 +451,12 @@ class _Multiplied:
         """Sum log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples,
         length)``.
         """
-        own = (
+        multiplier = (
             (abs(axis.exponent) * logs[:, int(axis.exponent < 0), slot], axis)
             for slot, axis in self._members
         )
         return torch.stack(
-            [laid_out(value, axis, self._length, 0.0) for value, axis in own]
+            [laid_out(value, axis, self._length, 0.0) for value, axis in multiplier]
         ).sum(0)
 
 
@@ -482,8 +489,8 @@ def _newton_step(
     goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
 
     def product(p: Tensor) -> Tensor:
-        both = hessian(torch.stack([p, -p], 1))
-        return free * (both[:, 0] - both[:, 1])
+        products = hessian(torch.stack([p, -p], 1))
+        return free * (products[:, 0] - products[:, 1])
 
     return conjugate_gradients(product, downhill, 2 * diagonal, goal)
 

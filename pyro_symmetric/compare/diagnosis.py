@@ -120,10 +120,10 @@ class Diagnosis:
     def outcome(self) -> str:
         """In words: ``"ok"``, ``"short: run longer"`` if nothing else is amiss, or
         ``"not ok"``."""
-        found = {check.status for check in self.checks}
-        if found & {"fail", "unknown"}:
+        statuses = {check.status for check in self.checks}
+        if statuses & {"fail", "unknown"}:
             return "not ok"
-        return "short: run longer" if "short" in found else "ok"
+        return "short: run longer" if "short" in statuses else "ok"
 
     @property
     def failed(self) -> list[Check]:
@@ -168,8 +168,8 @@ class Diagnosis:
             [
                 self._format(self.checks),
                 *(
-                    f"{self._shown(k)}\n{table([HEAD, *own])}"
-                    for k, own in rows.items()
+                    f"{self._shown(k)}\n{table([HEAD, *statistics])}"
+                    for k, statistics in rows.items()
                 ),
             ]
         )
@@ -206,7 +206,7 @@ class Diagnosis:
         rows = self._rows(checks)
         lines = [f"{self.draws}: {self.outcome}", *self.remarks]
         if rows:
-            lines.append(table(rows, left=(0, 1, 2)))
+            lines.append(table(rows, left_aligned=(0, 1, 2)))
         return "\n".join(lines)
 
     def _shown(self, name: str) -> str:
@@ -421,16 +421,16 @@ def _is_network(posterior: Posterior) -> bool:
 
 @torch.no_grad()
 def _spaces(
-    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: Spaces
+    posterior: Posterior, symmetry: Any, model: Any, x: Any, samples: Spaces
 ) -> Spaces:
     """Add the aligned draws, and the predictions of a network, to the spaces in which
     chains are compared: space -> site -> ``(chains, draws, ...)``.
     """
-    spaces = {WEIGHTS: given[WEIGHTS]}
+    spaces = {WEIGHTS: samples[WEIGHTS]}
     if symmetry is not None:
         spaces[MODULO] = frame_of_orbits(posterior, symmetry).samples
-    spaces |= given
-    if PREDICTIONS not in given and model is not None and x is not None:
+    spaces |= samples
+    if PREDICTIONS not in samples and model is not None and x is not None:
         rows = x[evenly_spaced(len(x), MOST_ROWS)]
         found = predict(posterior.samples, model, rows, kind="mean", progress=False)
         spaces[PREDICTIONS] = {PREDICTIONS: found}
@@ -600,8 +600,10 @@ def _virial(
     z = full.unconstrain(pick(draws.samples, full.layout.site_shapes))
     _, gradient = full.energy_and_gradient(z.flatten(0, 1))
     means = z.mean(1, keepdim=True)
-    others = (means.sum(0) - means) / max(1, len(z) - 1)  # mean of the other chains
-    virial = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
+    other_means = (means.sum(0) - means) / max(
+        1, len(z) - 1
+    )  # mean of the other chains
+    virial = ((z - other_means) * gradient.reshape(z.shape)).detach().double().cpu()
     shapes = full.layout.unconstrained_shapes
     by_site = virial.split([shape.numel() for shape in shapes.values()], dim=-1)
     checks = [

@@ -242,13 +242,13 @@ def marginal_wasserstein(
     samples = PairedSamples(weights_p, weights_q)
     step = max(1, _SORTED_ENTRIES // sum(samples.num_samples))
     by_layer = {}
-    each = Weights()
+    by_site = Weights()
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
         by_layer[layer] = torch.cat(
             [_marginal_distance(x, y, p) for x, y in samples.columns(layer, step)]
         ).cpu()
-        each |= unflatten(by_layer[layer], pick(samples.shapes, sites))
+        by_site |= unflatten(by_layer[layer], pick(samples.shapes, sites))
     return DistanceResult(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,
@@ -257,7 +257,7 @@ def marginal_wasserstein(
             layer: {"num_weights": len(values), **_summary(values)}
             for layer, values in by_layer.items()
         },
-        each=each,
+        each=by_site,
     )
 
 

@@ -185,5 +185,5 @@ def thinned(weights: Draws, name: str = "weights") -> Posterior:
             "more chains"
         )
     keep = slice(None) if count == total else evenly_spaced(total, count)
-    kept = select_rows(weights.get_samples(), keep)
-    return Posterior.from_samples(kept, kind="independent")
+    chosen = select_rows(weights.get_samples(), keep)
+    return Posterior.from_samples(chosen, kind="independent")

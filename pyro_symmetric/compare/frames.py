@@ -150,7 +150,11 @@ def pooled_frame(
     """Align canonical forms ``(draws, *site_shape)`` of several samples with each
     other, in the sites that all have.
     """
-    shared = [site for site in samples[0] if all(site in other for other in samples)]
+    shared = [
+        site
+        for site in samples[0]
+        if all(site in side_samples for side_samples in samples)
+    ]
     sizes = [len(sample[shared[0]]) for sample in samples]
     moved = one_frame(
         {
@@ -287,7 +291,7 @@ def _left_as_drawn(
                 "predict computes them anew"
             )
         return
-    counts = {one.count for one in group.units.values()}
+    counts = {unit_set.count for unit_set in group.units.values()}
     moved = {*group.site_shapes}
     if not group.of_network:  # its example may hold sites that its axes don't name
         moved -= {

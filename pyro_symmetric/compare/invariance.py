@@ -110,15 +110,15 @@ def invariance_tests(
         posterior = Posterior.from_samples(
             pick(samples, group.required_sites), kind="independent"
         )
-    kept = thinned(posterior).get_samples()
-    draws = len(kept[group.required_sites[0]])
+    draws_tested = thinned(posterior).get_samples()
+    draws = len(draws_tested[group.required_sites[0]])
     parts = Parts()
     floors, p_values = [], []
     for name, axes in unit_axes.items():
         shape = (group[name].copies, group[name].size)
         entries = []
         for axis in axes:
-            value = kept[axis.site].detach()
+            value = draws_tested[axis.site].detach()
             value = value.reshape(-1, *group.view_shapes[axis.site])
             entries.append(rows(value, axis, value.dim() - 1).unflatten(1, shape))
         units = torch.cat(entries, -1)
@@ -181,13 +181,13 @@ def _unit_axes(group: Group, name: str) -> list[Axis]:
         if not pair[0].buffer
     ]
     sites = [axis.site for _, axis in pairs]
-    alone = [
+    single = [
         (declared, axis) for declared, axis in pairs if sites.count(axis.site) == 1
     ]
     first = [
-        axis for declared, axis in alone if declared.dim == 0 and declared.span == 1
+        axis for declared, axis in single if declared.dim == 0 and declared.span == 1
     ]
-    return first or [axis for _, axis in alone]
+    return first or [axis for _, axis in single]
 
 
 def _index_test(units: Tensor) -> Json:
@@ -230,8 +230,8 @@ def _marginal_tests(units: Tensor, level: float) -> tuple[Json, float]:
     first, second = torch.triu_indices(n, n, 1, device="cpu")
     # the same subset at every call; the user's stream is left alone
     fixed = torch.Generator("cpu").manual_seed(0)
-    kept = max(1, min(positions, MOST_TESTS // len(first)))
-    chosen = torch.randperm(positions, generator=fixed, device="cpu")[:kept]
+    tested = max(1, min(positions, MOST_TESTS // len(first)))
+    chosen = torch.randperm(positions, generator=fixed, device="cpu")[:tested]
     if len(first) > MOST_TESTS:
         subset = torch.randperm(len(first), generator=fixed, device="cpu")[:MOST_TESTS]
         first = first[subset]
@@ -243,7 +243,7 @@ def _marginal_tests(units: Tensor, level: float) -> tuple[Json, float]:
         for start in (0, 1)
     )
     # row of (position, unit) in the flattened samples
-    offset = n * torch.arange(kept, device="cpu")[:, None]
+    offset = n * torch.arange(tested, device="cpu")[:, None]
     pairs = [(offset + side).reshape(-1).to(units.device) for side in (first, second)]
     p_values, floor = kolmogorov_smirnov(even, odd, *pairs)
     tests = p_values.numel()
@@ -309,10 +309,14 @@ def kolmogorov_smirnov(
     for start in range(0, first.numel(), size):
         part = slice(start, start + size)
         a = first[part]
-        other = y[second[part]]
+        second_sample = y[second[part]]
         values = x[first[part]]
-        above = (upto[a] - torch.searchsorted(other, values, right=True)).amax(-1)
-        below = (torch.searchsorted(other, values, right=False) - before[a]).amax(-1)
+        above = (upto[a] - torch.searchsorted(second_sample, values, right=True)).amax(
+            -1
+        )
+        below = (
+            torch.searchsorted(second_sample, values, right=False) - before[a]
+        ).amax(-1)
         steps[part] = torch.maximum(above, below)
     table = _exact_table(h).to(x.device)
     return table[steps], float(table[-1])

@@ -68,12 +68,12 @@ def invariants(samples: Weights, group: Group, name: str) -> Weights:
 
 def _uncertainty(samples: Weights, group: Group, name: str) -> str:
     """Return why the common frame of some units is uncertain; empty if certain."""
-    one, axes = group[name], [a for a in group.axes(name) if a.site in samples]
-    if one.size > MOST_UNITS:
+    unit_set, axes = group[name], [a for a in group.axes(name) if a.site in samples]
+    if unit_set.size > MOST_UNITS:
         return f"or none that is known for more than {MOST_UNITS} units"
     units = entries_of(group, group.viewed(samples), axes).flatten(0, 1)
-    copies = units.unflatten(1, (one.copies, one.size)).unbind(1)
-    spreads = [angular_spread(copy) for copy in copies] if one.size > 1 else []
+    copies = units.unflatten(1, (unit_set.copies, unit_set.size)).unbind(1)
+    spreads = [angular_spread(copy) for copy in copies] if unit_set.size > 1 else []
     radians = max((float(spread.radians.max()) for spread in spreads), default=0.0)
     elsewhere = max((spread.elsewhere for spread in spreads), default=0.0)
     if radians <= MOST_RADIANS and elsewhere <= MOST_ELSEWHERE:

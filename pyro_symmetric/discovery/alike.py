@@ -127,22 +127,22 @@ def _lines(flow: Flow, cells: Cells, held: Collection[str]) -> Iterator[_Line]:
 
 
 def _symmetric(
-    leaf: Leaf, own: Tensor, flow: Flow, generator: torch.Generator
+    leaf: Leaf, values: Tensor, flow: Flow, generator: torch.Generator
 ) -> Tensor:
     """Draw a tensor that is equal along all axes that hold units."""
-    shape = [1] * own.dim()
+    shape = [1] * values.dim()
     for part in leaf.value.parts:
         pixels = leaf.kernel and part.axes[0] > 1
         if pixels or np.isin(part.atoms, flow.by_data).any():
             for axis in part.axes:
-                shape[axis] = own.shape[axis]
-    inputs = max(1, own.shape[1:].numel()) if own.dim() > 1 else 1
+                shape[axis] = values.shape[axis]
+    inputs = max(1, values.shape[1:].numel()) if values.dim() > 1 else 1
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     sign = drawn.sign()
     size = (0.5 + drawn.abs()) * inputs**-0.5
     if leaf.buffer:
         sign = torch.ones_like(sign)
-    return (sign * size).to(own).expand(own.shape).contiguous()
+    return (sign * size).to(values).expand(values.shape).contiguous()
 
 
 def _softmax(x: Tensor, dim: int, *_: Any) -> Tensor:

@@ -118,9 +118,9 @@ def colour_refine(
     for _ in range(rounds):
         hashed = hash64(colour)
         signature = hashed.copy()
-        for one, other, up, down in edges:
-            np.add.at(signature, one, hash64(hashed[other] ^ up))
-            np.add.at(signature, other, hash64(hashed[one] ^ down))
+        for first, second, up, down in edges:
+            np.add.at(signature, first, hash64(hashed[second] ^ up))
+            np.add.at(signature, second, hash64(hashed[first] ^ down))
         before = colour
         _, colour = np.unique(signature, return_inverse=True)
         if colour.max(initial=0) == before.max(initial=0):
@@ -260,30 +260,30 @@ class _Facts:
             return
         self._refine_atoms(repeated)
         self._colour_members(repeated)
-        alike = np.zeros(self.count, dtype=bool)
+        indistinct = np.zeros(self.count, dtype=bool)
         for atoms, _, _ in self.flow.occurrences.values():
             chosen = atoms[repeated[self.unit[atoms]]]
             if len(chosen):
                 _, row, counts = distinct_rows(
                     self.unit[chosen], self.atom_colour[chosen]
                 )
-                alike[self.unit[chosen[counts[row] > 1]]] = True
-        self.individualise(np.flatnonzero(alike))
-        if alike.any():  # each of its positions stays, with its members there
-            atoms = np.flatnonzero(alike[self.unit])
+                indistinct[self.unit[chosen[counts[row] > 1]]] = True
+        self.individualise(np.flatnonzero(indistinct))
+        if indistinct.any():  # each of its positions stays, with its members there
+            atoms = np.flatnonzero(indistinct[self.unit])
             self.atom_colour[atoms] = hash64(
                 self.atom_colour[atoms] ^ hash64(hash64(atoms))
             )
-            self._colour_members(alike)
+            self._colour_members(indistinct)
 
     def _refine_atoms(self, chosen: Array) -> None:
         """Refine the colours of the atoms of some classes along unions."""
         inside = chosen[self.unit]
         number_of = np.cumsum(inside) - 1
         edges = []
-        for one, other, number in self.flow.unions:
-            if inside[one].any():
-                ends = number_of[one[inside[one]]], number_of[other[inside[one]]]
+        for first, second, number in self.flow.unions:
+            if inside[first].any():
+                ends = number_of[first[inside[first]]], number_of[second[inside[first]]]
                 edges.append(
                     (*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1]))))
                 )
@@ -423,15 +423,15 @@ class _Nesting:
                 count, label = components(
                     len(in_a) + len(in_b), parent_a[pairs], parent_b[pairs] + len(in_a)
                 )
-                left, right = np.split(label, [len(in_a)])
+                first_half, right = np.split(label, [len(in_a)])
                 if (
-                    np.bincount(left, minlength=count)
+                    np.bincount(first_half, minlength=count)
                     * np.bincount(right, minlength=count)
                 ).sum() != len(pairs):
                     raise self._not_nested(a if len(in_a) <= len(in_b) else b)
                 common = self.cells[a].parents.keys() & self.cells[b].parents.keys()
                 if count > 1 and all(self.cells[c].size != count for c in common):
-                    implied += [(in_a, new + left), (in_b, new + right)]
+                    implied += [(in_a, new + first_half), (in_b, new + right)]
                     new += count
         return implied
 
@@ -515,8 +515,8 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
                         span=span,
                     )
                 )
-                same = first.setdefault(fixed.tobytes(), classes[fixed])
-                unions.append((same, classes[fixed]))
+                representative = first.setdefault(fixed.tobytes(), classes[fixed])
+                unions.append((representative, classes[fixed]))
     if not axes:
         return []
     _, unit = components(
@@ -528,12 +528,12 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
         for place, own in enumerate(unit[classes].tolist()):
             locations[own].append((number, place))
     # numbers of axes -> places of each unit
-    alike = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
+    by_content = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
     for own in locations.values():
         numbers, places = zip(*own, strict=True)
-        alike[numbers].append(places)
+        by_content[numbers].append(places)
     units = list[Units]()
-    for numbers, rows in alike.items():
+    for numbers, rows in by_content.items():
         lines = zip(numbers, torch.tensor(rows, device="cpu").T, strict=True)
         own_axes = tuple(
             replace(axes[number], index=axes[number].index[:, line])
@@ -561,12 +561,14 @@ class _Builder:
         # of each unit of a cell, in the order of parents
         self.number: dict[int, Array] = {}
         for cell in self._parents_first(self.cells):
-            own = self.cells[cell]
-            if len(own.direct) > 1:  # rides along with two others
+            members = self.cells[cell]
+            if len(members.direct) > 1:  # rides along with two others
                 continue
-            parent = np.zeros(own.size, dtype=np.int64)
-            if own.direct:
-                parent = self.number[own.direct[0]][own.parents[own.direct[0]]]
+            parent = np.zeros(members.size, dtype=np.int64)
+            if members.direct:
+                parent = self.number[members.direct[0]][
+                    members.parents[members.direct[0]]
+                ]
             self.rank[cell] = rank_within(parent)
             self.number[cell] = (
                 parent * (int(self.rank[cell].max()) + 1) + self.rank[cell]
@@ -645,12 +647,14 @@ class _Builder:
                 chosen = np.flatnonzero(cells == number)
                 units = self.solution.place[classes[chosen]]
                 parents = self.cells[number].parents
-                for cell, own in [
+                for cell, members in [
                     (number, units),
                     *((up, parent_of[units]) for up, parent_of in parents.items()),
                 ]:
                     if cell in self.rank:
-                        units_of.setdefault(cell, np.full(len(atoms), -1))[chosen] = own
+                        units_of.setdefault(cell, np.full(len(atoms), -1))[chosen] = (
+                            members
+                        )
         self.in_images.update(units_of if leaf.kernel and leaf.value.dim > 2 else ())
         return units_of
 
@@ -716,7 +720,7 @@ class _Builder:
             name = module_name(axes[0].site)
             if cell in with_members:
                 name += ".groups" if cell in self.in_images else ".heads"
-            name = unused(name, [one.name for one in built.values()])
+            name = unused(name, [unit_set.name for unit_set in built.values()])
             parent = built[direct[0]].name if direct else None
             built[cell] = Units(name, size, axes, parent, self.cells[cell].size // size)
         return built
@@ -746,7 +750,7 @@ def _are_members(leaf: Leaf, part: Part, units: Array) -> bool:
     """Return whether units are members as wholes, which move along an axis of their
     own.
     """
-    along = (other.axes for other in leaf.value.parts)
+    along = (leaf_part.axes for leaf_part in leaf.value.parts)
     if leaf.members is None or len(part.axes) == 1 or (leaf.members,) not in along:
         return False
     place = part.axes.index(leaf.members)
@@ -776,8 +780,10 @@ def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
         if (across != across[:, :1]).any() or len(order) % length:
             continue
         lines = along[order].reshape(length, -1, along.shape[1])
-        others = across[order, 0].reshape(length, -1)
-        if (others == np.arange(length)[:, None]).all() and (lines == lines[:1]).all():
+        positions = across[order, 0].reshape(length, -1)
+        if (positions == np.arange(length)[:, None]).all() and (
+            lines == lines[:1]
+        ).all():
             return replace(
                 axis,
                 dim=axis.dim + dim,
@@ -794,10 +800,10 @@ def module_name(site: str) -> str:
     path, parametrised, _ = site.partition(".parametrizations.")
     if parametrised:
         return path
-    module, _, own = path.rpartition(".")
+    module, _, last = path.rpartition(".")
     for recurrent in ("weight_ih_", "weight_hh_", "bias_ih_", "bias_hh_"):
-        own = own.removeprefix(recurrent)
-    plain = own in (
+        last = last.removeprefix(recurrent)
+    plain = last in (
         "weight",
         "bias",
         "in_proj_weight",
@@ -805,7 +811,7 @@ def module_name(site: str) -> str:
         "weight_g",
         "weight_v",
     )
-    return module if plain and module else f"{module}.{own}" if module else own
+    return module if plain and module else f"{module}.{last}" if module else last
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
@@ -850,12 +856,12 @@ def distinct_rows(*columns: Array) -> DistinctRows:
     return DistinctRows(order[new], inverse, np.bincount(inverse))
 
 
-def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
+def components(size: int, first: Array, second: Array) -> tuple[int, Array]:
     """Find the connected components of a graph: their number, and the component of each
     node.
     """
     graph = coo_matrix(
-        (np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size)
+        (np.ones(len(first), dtype=np.int8), (first, second)), shape=(size, size)
     )
     count, label = connected_components(graph, directed=False)
     return count, label.astype(np.int64)

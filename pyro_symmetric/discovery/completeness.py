@@ -100,14 +100,15 @@ def completeness(
             "to find"
         )
     run = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits)
-    tried = []
-    own = {
+    trials = []
+    dtypes = {
         site: in_dtype(value.detach(), torch.float64)
         for site, value in symmetry.weights_of(net).items()
     }
     for point in range(POINTS):
         weights = {
-            site: near(value, site in symmetry.buffers) for site, value in own.items()
+            site: near(value, site in symmetry.buffers)
+            for site, value in dtypes.items()
         }
         # units that read positive numbers switch on and off if their weights have a
         # mean of nearly zero
@@ -121,9 +122,12 @@ def completeness(
                 site: value - CENTRED * means.get(site, 0.0)
                 for site, value in weights.items()
             }
-        tried.append(_counted(symmetry.group, weights, _rows(run, weights)))
-        best = min(tried, key=lambda one: one.null)
-        if best.null == best.found or [one.null for one in tried].count(best.null) == 2:
+        trials.append(_counted(symmetry.group, weights, _rows(run, weights)))
+        best = min(trials, key=lambda trial: trial.null)
+        if (
+            best.null == best.found
+            or [trial.null for trial in trials].count(best.null) == 2
+        ):
             break
     return best
 
@@ -163,9 +167,9 @@ def _like(value: Tensor, size: float) -> Tensor:
     """Draw normal numbers like a tensor, or integers from its smallest to its largest;
     return masks unchanged.
     """
-    own = in_precision(value.dtype, torch.float64)
-    if own.is_floating_point or own.is_complex:
-        return size * torch.randn_like(value, dtype=own)
+    own_dtype = in_precision(value.dtype, torch.float64)
+    if own_dtype.is_floating_point or own_dtype.is_complex:
+        return size * torch.randn_like(value, dtype=own_dtype)
     if (
         value.dtype == torch.bool
         or not value.numel()
@@ -192,15 +196,15 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
     null = len(values) - rank
     doubts = []
     tangents = [rows[:0]]
-    for what, own in _tangents(group, weights):
-        if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(
-            own.norm()
+    for what, of_group in _tangents(group, weights):
+        if float((rows @ of_group.T).norm()) > WRONG * float(rows.norm()) * float(
+            of_group.norm()
         ):
             doubts.append(f"the {what} change the outputs: they are no symmetry here")
         else:
-            tangents.append(own[own.norm(dim=1) > 0])
+            tangents.append(of_group[of_group.norm(dim=1) > 0])
     spanned = torch.cat(tangents)
-    found = (
+    counted = (
         int(
             torch.linalg.matrix_rank(
                 spanned / spanned.norm(dim=1, keepdim=True), rtol=1e-6
@@ -214,12 +218,12 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
             "the singular values that count are hardly larger than those that count as "
             "zero"
         )
-    if null > found and (columns == 0).any():
+    if null > counted and (columns == 0).any():
         doubts.append(
             "some weights have no effect for any input that was tried; wider inputs "
             "may reach them"
         )
-    return Completeness(rows.shape[1], null, found, tuple(doubts))
+    return Completeness(rows.shape[1], null, counted, tuple(doubts))
 
 
 def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:

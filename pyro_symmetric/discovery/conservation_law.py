@@ -117,14 +117,14 @@ def with_multipliers(
     :param held: sites that stay: frozen, or used by no pass.
     :param logits: whether outputs go through a softmax.
     """
-    by_name = {one.name: one for one in units}
+    by_name = {unit_set.name: unit_set for unit_set in units}
     network = Network.of(
         [Pass(trace, logits) for trace in traces], net, shapes, SMALL, FLOAT64
     )
     cells = list[LawCell]()
     for family in (*units, *fixed):
-        inner = [other for other in units if other.parent == family.name]
-        spanning = {other.name for other in inner}
+        inner = [inner_set for inner_set in units if inner_set.parent == family.name]
+        spanning = {inner_set.name for inner_set in inner}
         # all others together may do what a lone unit does
         if network.small and family.count == 1 and not family.moves:
             spanning = {cell.units.name for cell in cells}
@@ -521,9 +521,11 @@ def _solved_in_two_blocks(
     ]
     law = Law(reduced, [*dict.fromkeys(of_two.values()), *second], repeats)
     law.solve()
-    whole = law.whole_sites()
+    of_whole_sites = law.whole_sites()
     for site, first in repeats.stand_in.items():
-        if site in reduced.weights and whole.get(site) != whole.get(first):
+        if site in reduced.weights and of_whole_sites.get(site) != of_whole_sites.get(
+            first
+        ):
             raise UnequalBlocks
     scales, signs = law.scales, law.signs
     law.scales, law.signs = {}, {}
@@ -553,10 +555,10 @@ def _axes_of(
         # the inner unit's block at each position
         owner = torch.full((axis.length(network.shapes),), -1, device="cpu")
         blocks = (
-            other.index
-            for one in inner
-            for other in one.axes
-            if place_of(other) == place_of(axis)
+            unit_axis.index
+            for unit_set in inner
+            for unit_axis in unit_set.axes
+            if place_of(unit_axis) == place_of(axis)
         )
         for number, row in enumerate(itertools.chain.from_iterable(blocks)):
             owner[row] = number
@@ -646,11 +648,11 @@ def _add_whole_sites(
     families, shifted = list(by_name.values()), set[str]()
     taken = {
         "scale": [
-            {axis.site for axis in one.axes if axis.exponent}
-            for one in families
-            if "scale" in one.moves
+            {axis.site for axis in family.axes if axis.exponent}
+            for family in families
+            if "scale" in family.moves
         ],
-        "shift": [{axis.site} for one in families for axis in one.axes],
+        "shift": [{axis.site} for family in families for axis in family.axes],
     }
     moves_of = law.whole_sites()
     for site, shape in law.network.shapes.items():
@@ -740,19 +742,19 @@ def _add_multipliers(
                 name, 1, multiplied, host.name, host.count, multipliers[exponents]
             )
         else:
-            own = [axis for axis in axes if place_of(axis) in occupied]
-            own += [axis for axis in host.axes if place_of(axis) not in solved]
+            host_axes = [axis for axis in axes if place_of(axis) in occupied]
+            host_axes += [axis for axis in host.axes if place_of(axis) not in solved]
             by_name[host.name] = replace(
-                host, axes=_joined(own), moves=host.moves | multipliers[exponents]
+                host, axes=_joined(host_axes), moves=host.moves | multipliers[exponents]
             )
 
 
 def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Join axes that differ in their blocks alone."""
-    alike: dict[tuple[Place, int], list[Axis]] = {}
+    by_place: dict[tuple[Place, int], list[Axis]] = {}
     for axis in axes:
-        alike.setdefault((place_of(axis), axis.exponent), []).append(axis)
+        by_place.setdefault((place_of(axis), axis.exponent), []).append(axis)
     return tuple(
-        replace(own[0], index=torch.cat([axis.index for axis in own]))
-        for own in alike.values()
+        replace(of_place[0], index=torch.cat([axis.index for axis in of_place]))
+        for of_place in by_place.values()
     )

@@ -208,10 +208,10 @@ def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
         return [*map(int, counts)]
 
     for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
-        one, other = vectors[i], vectors[j]
+        first, second = vectors[i], vectors[j]
         # else neither sum is sparser than its terms
-        if (one * other).any():
-            sums = (one, one + other, one - other)
+        if (first * second).any():
+            sums = (first, first + second, first - second)
             vectors[i] = min(sums, key=cost)
     return vectors
 
@@ -224,16 +224,16 @@ def independent_of_others(
     """
     remaining = dict(bases)
     for cell, basis in bases.items():
-        others = list[Proposal]()
+        proposals = list[Proposal]()
         for spanning, vectors in bases.items():
             if spanning.units.name in cell.spanning:
-                others += [(spanning, vector) for vector in vectors]
+                proposals += [(spanning, vector) for vector in vectors]
         # a lone unit's rows and columns may cancel
-        if basis and (others or cell.units.count == 1):
+        if basis and (proposals or cell.units.count == 1):
             basis = sorted(basis, key=np.count_nonzero)
-            multipliers = [*others, *((cell, vector) for vector in basis)]
+            multipliers = [*proposals, *((cell, vector) for vector in basis)]
             entries = exponents_of_entries(multipliers, cell.units.count, shapes)
-            chosen = [k - len(others) for k in independent(entries, modulo_two)]
+            chosen = [k - len(proposals) for k in independent(entries, modulo_two)]
             remaining[cell] = [basis[k] for k in chosen if k >= 0]
     return remaining
 

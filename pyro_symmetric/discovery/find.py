@@ -133,10 +133,10 @@ def find_symmetry(
         holds NaN or infinite weights; if a name matches no site.
     """
     if isinstance(net, BayesianModel):
-        found = _of_network(
+        symmetry = _of_network(
             net.net, example_inputs[:1], kwargs, only, freeze, buffers, verify, logits
         )
-        return of_bayesian_model(net, found)
+        return of_bayesian_model(net, symmetry)
     is_class = isinstance(net, type)
     if not is_class and is_pyro_model(net, example_inputs, kwargs or {}):
         return find_model_symmetry(
@@ -192,15 +192,17 @@ def _of_network(
     cells = solve(flow)
     units = permuted_units(flow, cells)
     held = {*frozen, *(flow.leaves.keys() - used)}
-    found = _with_multipliers(flow, cells, list(units.values()), traces, held, logits)
+    solution = _with_multipliers(
+        flow, cells, list(units.values()), traces, held, logits
+    )
     symmetry = Symmetry(
-        found.group,
+        solution.group,
         _explained(flow, cells, units),
         logits,
-        found.undecided
+        solution.undecided
         or bool(members.refused)
         or _at_least(flow, cells, traces, held, logits),
-        rotating=found.rotating,
+        rotating=solution.rotating,
     )
     if flow.given_up:
         warnings.warn(
@@ -386,10 +388,12 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             moves = np.isin(cell, list(cells.cells))
             moving = {
                 up
-                for own in np.unique(cell[moves]).tolist()
-                for up in (own, *cells.cells[own].parents)
+                for moving_cell in np.unique(cell[moves]).tolist()
+                for up in (moving_cell, *cells.cells[moving_cell].parents)
             }
-            movers = [one for number, one in units.items() if number in moving]
+            movers = [
+                unit_set for number, unit_set in units.items() if number in moving
+            ]
             pins, counts = np.unique(
                 pinned_by[cells.unit[atoms[~moves]]], return_counts=True
             )
@@ -412,7 +416,7 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
                     for part in flow.leaves[home.site].value.parts
                     if home.dim in part.axes
                 )
-            names = tuple(one.name for one in movers)
+            names = tuple(unit_set.name for unit_set in movers)
             chain = chains.between(atoms, target)
             axes.append(
                 AxisExplanation(
@@ -449,8 +453,8 @@ class _Chains:
         self.trees = dict[int, dict[int, int]]()
         # array -> arrays tied to it -> the fact that ties them
         self.neighbours = dict[int, dict[int, int]]()
-        for one, other, number in (*flow.unions, *flow.relations):
-            for a, b in {*zip(self._arrays(one), self._arrays(other), strict=True)}:
+        for first, second, number in (*flow.unions, *flow.relations):
+            for a, b in {*zip(self._arrays(first), self._arrays(second), strict=True)}:
                 self.neighbours.setdefault(a, {}).setdefault(b, number)
                 self.neighbours.setdefault(b, {}).setdefault(a, number)
 
@@ -473,9 +477,9 @@ class _Chains:
             queue = [end]
             for reached in queue:
                 new = [
-                    other
-                    for other in self.neighbours.get(reached, ())
-                    if other not in tree
+                    neighbour
+                    for neighbour in self.neighbours.get(reached, ())
+                    if neighbour not in tree
                 ]
                 tree |= dict.fromkeys(new, reached)
                 queue += new

@@ -202,10 +202,12 @@ class Flow:
         self.size += count
         return np.arange(self.size - count, self.size, dtype=np.int64).reshape(shape)
 
-    def unify(self, one: Array, other: Array) -> None:
+    def unify(self, first: Array, second: Array) -> None:
         """State that, entry by entry, both atoms belong to the same unit."""
-        if one is not other:
-            self.unions.append(Fact(one.reshape(-1), other.reshape(-1), self._number()))
+        if first is not second:
+            self.unions.append(
+                Fact(first.reshape(-1), second.reshape(-1), self._number())
+            )
 
     def relate(self, child: Array, parent: Array) -> None:
         """State that, entry by entry, the unit of ``child`` is a member of the unit of
@@ -295,14 +297,14 @@ class Flow:
             slices is not None and np.array_equal(leaf.slices, slices)
         ):
             return leaf
-        rows, columns, *rest = leaf.value.parts
+        rows, columns, *further = leaf.value.parts
         self.unify(
             columns.atoms, np.broadcast_to(columns.atoms[0], columns.atoms.shape)
         )
         return replace(
             leaf,
             value=replace(
-                leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *rest)
+                leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *further)
             ),
         )
 
@@ -314,16 +316,16 @@ class Flow:
         Of weights (member, in, out), units are pairs (member, in) and (member, out);
         an entry belongs to both, which tie to the same member.
         """
-        sizes, own = dict(enumerate(shape)), list[Part]()
-        others = [axis for axis in sizes if axis != members]
-        for axis in others:
+        sizes, parts_of_member = dict(enumerate(shape)), list[Part]()
+        other_axes = [axis for axis in sizes if axis != members]
+        for axis in other_axes:
             axes = tuple(sorted((axis, members)))
-            own.append(Part(axes, self.fresh([shape[a] for a in axes])))
-        if len(others) > 1:
-            for part in own:
+            parts_of_member.append(Part(axes, self.fresh([shape[a] for a in axes])))
+        if len(other_axes) > 1:
+            for part in parts_of_member:
                 self.relate(part.atoms, spread(parts[members], part.axes, sizes))
-            own.append(parts[members])
-        return own
+            parts_of_member.append(parts[members])
+        return parts_of_member
 
     # values ---------------------------------------------------------------------------
 
@@ -352,14 +354,14 @@ class Flow:
         same are units that look alike, all others are told apart.
         """
         shape, mask = tuple(constant.shape), constant.dtype == torch.bool
-        kept = as_constant(constant)
-        if kept is None or 0 in shape:
-            return opaque(shape, kept, mask)
+        constant_value = as_constant(constant)
+        if constant_value is None or 0 in shape:
+            return opaque(shape, constant_value, mask)
         parts, fixed = [], []
         for axis, n in enumerate(shape):
             if n == 1:
                 continue
-            labels = line_labels(kept, axis)
+            labels = line_labels(constant_value, axis)
             count = int(labels.max()) + 1
             if count == n:
                 fixed.append(axis)
@@ -368,7 +370,7 @@ class Flow:
                 self.refine(atoms, labels)
                 parts.append(Part((axis,), atoms))
         value = self.value(shape, parts, fixed)
-        return replace(value, constant=kept, mask=mask)
+        return replace(value, constant=constant_value, mask=mask)
 
     def without(self, value: Value, dead: Tensor | None) -> Value:
         """Give positions at which all entries are constant units of their own.
@@ -543,10 +545,10 @@ class Flow:
     def expand(self, value: Value, shape: Sequence[int]) -> Value:
         """Broadcast: axes that grow or are new hold equal entries."""
         new = len(shape) - value.dim
-        kept = (
+        unexpanded = (
             i if value.shape[i] == shape[new + i] else None for i in range(value.dim)
         )
-        return self.relaid(value, [*[None] * new, *kept], shape)
+        return self.relaid(value, [*[None] * new, *unexpanded], shape)
 
     def take(self, value: Value, axis: int, index: Array) -> Value:
         """Select positions along an axis; those of a unit that is selected twice are
@@ -670,9 +672,9 @@ class Flow:
             self.products[int(units.atoms.flat[0])] = spread(
                 touching[0], units.axes, sizes
             ).reshape(-1)
-        others = [part for part in value.parts if part not in touching]
+        untouched = [part for part in value.parts if part not in touching]
         return replace(
-            value, parts=(*others, units), fixed=value.fixed - set(units.axes)
+            value, parts=(*untouched, units), fixed=value.fixed - set(units.axes)
         )
 
     def _undo_merge(self, part: Part) -> Part:
@@ -694,12 +696,14 @@ class Flow:
             n > 1 and bool((atoms == atoms.take([0], i)).all())
             for i, n in enumerate(atoms.shape)
         ]
-        atoms = atoms[tuple(0 if same else slice(None) for same in equal)]
+        atoms = atoms[tuple(0 if is_equal else slice(None) for is_equal in equal)]
         if not any(equal) or not atoms.ndim or np.unique(atoms).size < atoms.size:
             return part
         return Part(
             tuple(
-                axis for axis, same in zip(part.axes, equal, strict=True) if not same
+                axis
+                for axis, is_equal in zip(part.axes, equal, strict=True)
+                if not is_equal
             ),
             atoms,
         )
@@ -772,7 +776,7 @@ class Flow:
         product = _product(operands, [part for parts, _ in terms for part in parts])
         if sizes.keys() - out:
             self._note_batch(product, out)
-        fixed = {letter for _, own in terms for letter in own}
+        fixed = {letter for _, term_letters in terms for letter in term_letters}
         moving = [
             part
             for parts, _ in terms
@@ -782,15 +786,17 @@ class Flow:
         # parts that share axes, directly or through others
         connected: list[list[Part]] = []
         for part in [
-            parent for one in moving for parent in self.project(one, out, sizes)
+            parent for mover in moving for parent in self.project(mover, out, sizes)
         ]:
             touching = [
                 group
                 for group in connected
-                if any(set(part.axes) & set(other.axes) for other in group)
+                if any(set(part.axes) & set(member.axes) for member in group)
             ]
             connected = [group for group in connected if group not in touching]
-            connected.append([*(other for group in touching for other in group), part])
+            connected.append(
+                [*(member for group in touching for member in group), part]
+            )
         to = {letter: i for i, letter in enumerate(out)}
         parts = [self.product_units(group, sizes).renumbered(to) for group in connected]
         result = self.value(
@@ -806,9 +812,9 @@ class Flow:
         """Note a sum of products over all axes but those of the result."""
         shared = product.shared.intersection(out)
         batch = [part.atoms for part in product.units if part.axes[0] in shared]
-        others = [part.atoms for part in product.units if part.axes[0] not in shared]
-        if batch and others:
-            self.batches.append((batch, others))
+        unshared = [part.atoms for part in product.units if part.axes[0] not in shared]
+        if batch and unshared:
+            self.batches.append((batch, unshared))
 
     def _tie(
         self, terms: Sequence[tuple[list[Part], set[int]]], sizes: Mapping[int, int]
@@ -816,25 +822,25 @@ class Flow:
         """State which units of different operands are the same, or members of each
         other.
         """
-        for (parts, _), (others, _) in combinations(terms, 2):
-            for one, other in product(parts, others):
-                common = tuple(axis for axis in one.axes if axis in other.axes)
-                if one.axes == other.axes:
-                    self.unify(one.atoms, other.atoms)
+        for (parts, _), (second_parts, _) in combinations(terms, 2):
+            for first, second in product(parts, second_parts):
+                common = tuple(axis for axis in first.axes if axis in second.axes)
+                if first.axes == second.axes:
+                    self.unify(first.atoms, second.atoms)
                 elif common:
                     shared = next(
-                        (part for part in (one, other) if part.axes == common), None
+                        (part for part in (first, second) if part.axes == common), None
                     )
-                    shared = shared or self.parent_units(one, common, sizes)
-                    for part in (one, other):
+                    shared = shared or self.parent_units(first, common, sizes)
+                    for part in (first, second):
                         if part is not shared:
                             self.relate(part.atoms, spread(shared, part.axes, sizes))
         for number, (parts, _) in enumerate(terms):
             for part in parts:
                 self.occur(part.atoms)
                 for fixed in (
-                    own & set(part.axes)
-                    for i, (_, own) in enumerate(terms)
+                    term_parts & set(part.axes)
+                    for i, (_, term_parts) in enumerate(terms)
                     if i != number
                 ):
                     if fixed:
@@ -862,8 +868,8 @@ class Flow:
             sum(value.shape[axis] for value in values) if i == axis else n
             for i, n in enumerate(tied.shape)
         ]
-        like = next((part for part in along if part is not None), None)
-        if like is None:
+        example = next((part for part in along if part is not None), None)
+        if example is None:
             return self.value(shape, tied.parts, tied.fixed | {axis})
         cut = any(part is not None and part.history is not None for part in along)
         pieces = []
@@ -876,9 +882,9 @@ class Flow:
             if cut and part.history is None:
                 part = self.cuttable(replace(value, parts=(part,))).parts[0]
             pieces.append(part)
-        place = like.axes.index(axis)
+        place = example.axes.index(axis)
         joined = Part(
-            like.axes,
+            example.axes,
             np.concatenate([part.atoms for part in pieces], place),
             np.concatenate([part.history for part in pieces], place) if cut else None,
         )
@@ -1033,7 +1039,7 @@ def _apply_rule(
         complete.append(replace(result, constant=constant, mask=mask))
     remaining = iter(complete)
     return tree_map(
-        lambda own: next(remaining) if isinstance(own, Tensor) else own,
+        lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf,
         node.meta["val"],
     )
 
@@ -1051,11 +1057,11 @@ def _results(flow: Flow, call: Call) -> list[Value]:
             flow.give_up(call.operands, shape, "there is no rule")
             for shape in call.shapes
         ]
-    given = rule(flow, call)
-    results = [given] if isinstance(given, Value) else list(given or ())
+    returned = rule(flow, call)
+    results = [returned] if isinstance(returned, Value) else list(returned or ())
     if not results or not all(isinstance(value, Value) for value in results):
         raise TypeError(
-            f"the rule of {flow.operator} returned {given!r}; it must return what the "
+            f"the rule of {flow.operator} returned {returned!r}; it must return what the "
             "flow's methods do"
         )
     left_out = call.shapes[len(results) :]
@@ -1201,10 +1207,10 @@ def positions(
     along: Collection[int], axes: tuple[int, ...], sizes: Mapping[int, int]
 ) -> Array:
     """Number every entry over ``axes`` by its position along the axes ``along``."""
-    own = tuple(axis for axis in axes if axis in along)
-    lengths = [sizes[axis] for axis in own]
+    part_axes = tuple(axis for axis in axes if axis in along)
+    lengths = [sizes[axis] for axis in part_axes]
     return spread(
-        Part(own, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes
+        Part(part_axes, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes
     )
 
 

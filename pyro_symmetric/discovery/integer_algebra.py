@@ -63,12 +63,12 @@ def vanishing(vectors: Array, images: Array, modulo_two: bool) -> list[Array]:
     """
     reduced, pivots = echelon(np.hstack([images, vectors]), modulo_two)
     rank = sum(pivot < images.shape[1] for pivot in pivots)
-    found = [
+    solutions = [
         np.array(numbers)
         for row in reduced[rank:, images.shape[1] :]
         if (numbers := small_integers(row))
     ]
-    candidates = np.array([*vectors[~images.any(1)], *found])
+    candidates = np.array([*vectors[~images.any(1)], *solutions])
     return [*candidates[independent(candidates, modulo_two)]] if len(candidates) else []
 
 

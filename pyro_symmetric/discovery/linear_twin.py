@@ -210,8 +210,8 @@ class Pass:
                 leaves[node] |= leaves[read]
             if operator_name(node.target) in (*PRODUCTS, *CHOICES):
                 operands = [leaves[read] for read in arguments_of(node)]
-                for one, other in itertools.combinations(operands, 2):
-                    if one and other and one & other in (one, other):
+                for first, second in itertools.combinations(operands, 2):
+                    if first and second and first & second in (first, second):
                         return True
         return False
 
@@ -338,8 +338,8 @@ class _Run:
         after = target(2.0 * grid, *args[1:], **kwargs)
         ratio = after / before
         ratio = ratio[~ratio.isnan()]  # zeros stay zero
-        same = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
-        return not bool(same.any()) or bool(same.all())
+        is_constant = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
+        return not bool(is_constant.any()) or bool(is_constant.all())
 
     def _in_precision(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace the dtypes that an operator casts to by the run's precision."""
@@ -356,13 +356,13 @@ class _Run:
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
-        name, given = operator_name(target), bound(target, args, kwargs)
+        name, arguments = operator_name(target), bound(target, args, kwargs)
         # a twin's tensors may have other strides
-        if name in ("view", "_unsafe_view") and "dtype" not in given:
+        if name in ("view", "_unsafe_view") and "dtype" not in arguments:
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
             return args[1].to(args[0].dtype).expand_as(args[0])
-        normalised = self._normalised(name, given)
+        normalised = self._normalised(name, arguments)
         if normalised is not None:
             returns = len(target._schema.returns)
             return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
@@ -372,41 +372,49 @@ class _Run:
             return self._linearised(target, name, args, kwargs)
         return target(*args, **kwargs)
 
-    def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
+    def _normalised(self, name: str, arguments: Mapping[str, Any]) -> Tensor | None:
         """Normalise by running statistics, also in train mode; in the twin of signs, in
         any layer, by constants.
         """
-        x: Any = given.get("input")
-        shape: Any = given.get("normalized_shape")
-        variance = given.get("running_var")
+        x: Any = arguments.get("input")
+        shape: Any = arguments.get("normalized_shape")
+        variance = arguments.get("running_var")
         if shape is None and x is not None:
             shape = (1, -1, *(1 for _ in x.shape[2:]))
         if variance is not None:
             if id(variance) in self.unfitted:
                 self.unfitted.discard(id(variance))
-                _fit_statistics(x, given["running_mean"], variance)
-            y = x - given["running_mean"].reshape(shape)
+                _fit_statistics(x, arguments["running_mean"], variance)
+            y = x - arguments["running_mean"].reshape(shape)
             if self.twin == "flip":  # the running variance fits another network
                 y = _standardised(
-                    y, [dim for dim in range(y.dim()) if dim != 1], given["eps"], False
+                    y,
+                    [dim for dim in range(y.dim()) if dim != 1],
+                    arguments["eps"],
+                    False,
                 )
             else:
-                y = y / (variance + given["eps"]).sqrt().reshape(shape)
-        elif self.twin != "flip" or "_norm" not in name or "weight" not in given:
+                y = y / (variance + arguments["eps"]).sqrt().reshape(shape)
+        elif self.twin != "flip" or "_norm" not in name or "weight" not in arguments:
             return None
         elif "group" in name:
-            groups = given.get("num_groups") or given["group"]
+            groups = arguments.get("num_groups") or arguments["group"]
             y = _standardised(
-                x.reshape(len(x), groups, -1), [-1], given["eps"]
+                x.reshape(len(x), groups, -1), [-1], arguments["eps"]
             ).reshape(x.shape)
-        elif given.get("normalized_shape") is not None:
+        elif arguments.get("normalized_shape") is not None:
             y = _standardised(
-                x, range(x.dim() - len(shape), x.dim()), given["eps"], "rms" not in name
+                x,
+                range(x.dim() - len(shape), x.dim()),
+                arguments["eps"],
+                "rms" not in name,
             )
         else:  # of each channel alone, which passes its sign on
             y = x
-        y = y if given["weight"] is None else y * given["weight"].reshape(shape)
-        return y if given.get("bias") is None else y + given["bias"].reshape(shape)
+        y = y if arguments["weight"] is None else y * arguments["weight"].reshape(shape)
+        return (
+            y if arguments.get("bias") is None else y + arguments["bias"].reshape(shape)
+        )
 
     def _linearised(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call what replaces a function in the twin of signs."""

@@ -66,8 +66,8 @@ def _candidates(flow: Flow) -> dict[str, int]:
         return {}
     _, unit = unified(flow)
     candidates = dict[str, int]()
-    for batch, others in flow.batches:
-        in_batch, outside = _units(unit, batch), _units(unit, others)
+    for batch, operands in flow.batches:
+        in_batch, outside = _units(unit, batch), _units(unit, operands)
         for leaf in flow.leaves.values():
             plain = leaf.slices is None and not (leaf.kernel or leaf.buffer)
             if leaf.site in candidates or not plain:

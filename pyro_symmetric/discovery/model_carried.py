@@ -92,9 +92,9 @@ def carried_symmetry(symmetry: Any, *draws: Any) -> Carried:
             line = f"modulo {moves_in_words(group)}"
         return Carried(group, line, at_least=getattr(symmetry, "at_least", False))
     for side in draws:
-        found = side.symmetry if isinstance(side, Posterior) else None
-        if found is not None:
-            return _of_posterior(found, side)
+        side_symmetry = side.symmetry if isinstance(side, Posterior) else None
+        if side_symmetry is not None:
+            return _of_posterior(side_symmetry, side)
     return Carried(unmoved, NO_MODEL, is_found=True)
 
 
@@ -121,12 +121,12 @@ def _shapes_of(draws: Any) -> dict[str, torch.Size]:
     return {}
 
 
-def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
+def _of_posterior(symmetry: Symmetry, posterior: Posterior) -> Carried:
     """Return a found symmetry, unless it moves sites that the draws lack."""
-    if {*found.rotating} & {*found.group.names("permute")}:
-        found = found.with_rotations()
-    lines = [*found.remarks, *found.notes]
-    group = found.group
+    if {*symmetry.rotating} & {*symmetry.group.names("permute")}:
+        symmetry = symmetry.with_rotations()
+    lines = [*symmetry.remarks, *symmetry.notes]
+    group = symmetry.group
     shapes = posterior.site_shapes
     missing = sorted(s for s in group.required_sites if s not in shapes)
     if missing:
@@ -135,7 +135,7 @@ def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
         lines = [f"modulo {moves_in_words(group)}, found in the model", *lines]
     if missing or not group.units:
         group = Group([], shapes)
-    return Carried(group, "\n".join(lines), is_found=True, at_least=found.at_least)
+    return Carried(group, "\n".join(lines), is_found=True, at_least=symmetry.at_least)
 
 
 def moves_in_words(group: Group) -> str:

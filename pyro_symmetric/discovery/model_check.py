@@ -166,13 +166,13 @@ def check_function(
 
     def change(element: Element) -> Change:
         after = values(element.on_sites(compared))
-        same = (after == before[:COMPARED]) | before[:COMPARED].isnan()
+        unchanged = (after == before[:COMPARED]) | before[:COMPARED].isnan()
         changes = (
             (after - before[:COMPARED])
             .abs()
             .nan_to_num(nan=torch.inf, posinf=torch.inf)
         )
-        size = float(torch.where(same, 0.0, changes).max())
+        size = float(torch.where(unchanged, 0.0, changes).max())
         return Change(size > tolerance, size)
 
     before = values(draws)
@@ -182,13 +182,13 @@ def check_function(
         site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2))
         for site, v in draws.items()
     }
-    others = [values(draws), values(nearby)]
-    if not torch.equal(others[0], before):
-        others += [values(draws) for _ in range(REPEATS)]
+    repeated = [values(draws), values(nearby)]
+    if not torch.equal(repeated[0], before):
+        repeated += [values(draws) for _ in range(REPEATS)]
     noise = torch.cat(
         [
             max(digits.values()) * before.abs(),
-            *((other - before).abs() for other in others),
+            *((again - before).abs() for again in repeated),
         ]
     )
     tolerance = NATS + NOISE * float(torch.where(noise.isfinite(), noise, 0.0).amax())
@@ -222,9 +222,9 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
     draws = posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # a subsampled density is random; some sites of the draws were dropped
-    some = evenly_spaced(len(first_value(draws)), POSTERIOR_DRAWS)
+    chosen = evenly_spaced(len(first_value(draws)), POSTERIOR_DRAWS)
     points = density.layout.constrain(
-        density.unconstrain({site: draws[site][some] for site in sites})
+        density.unconstrain({site: draws[site][chosen] for site in sites})
     )
     result = check_function(
         symmetry, lambda weights: density.target.log_joint(weights, None), points
@@ -260,7 +260,7 @@ def _verified(
 
     broken, error = broken_moves(group, changed)
     named = tuple(
-        one._replace(remedy=_remedy(one, group, changed, shapes)) for one in broken
+        move._replace(remedy=_remedy(move, group, changed, shapes)) for move in broken
     )
     return Verification(name, named, error, tolerance, "nats")
 
@@ -279,11 +279,11 @@ def _remedy(
         parent=None,
         moves=frozenset({broken.move}),
     )
-    if kept := sorted(
+    if untouched := sorted(
         {axis.site for axis in units.axes} & set(group.buffers) - set(shapes)
     ):
-        return f"if running statistics {kept} moved along, which stay in the model; symmetry.holding(net) leaves them"
-    own = {(axis.site, axis.dim) for axis in units.axes}
+        return f"if running statistics {untouched} moved along, which stay in the model; symmetry.holding(net) leaves them"
+    places = {(axis.site, axis.dim) for axis in units.axes}
     free = {
         (site, dim)
         for site, shape in shapes.items()
@@ -291,22 +291,20 @@ def _remedy(
         if n == units.count
     }
     index = torch.arange(units.count, device="cpu")[None]
-    for site, dim in sorted(own | free):
+    for site, dim in sorted(places | free):
         axes = tuple(
             axis for axis in units.axes if (axis.site, axis.dim) != (site, dim)
         )
         axes += () if len(axes) < len(units.axes) else (Axis(site, dim, index, 1),)
         if not axes:
             continue
-        other = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
-        if not broken_moves(other, change)[0]:
+        repaired = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
+        if not broken_moves(repaired, change)[0]:
             if (
                 broken.move == "flip"
-                and (site, dim) in own
+                and (site, dim) in places
                 and "permute" in group[broken.name].moves
             ):
                 return f"with even=[{site!r}] in the declaration, whose signs then stay"
-            return (
-                f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
-            )
+            return f"{'without' if (site, dim) in places else 'with'} axis {dim} of {site!r}"
     return ""

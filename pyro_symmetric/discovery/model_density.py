@@ -378,10 +378,10 @@ def _others_depend(
     after: dict[str, Any] = dict(
         poutine.trace(redrawn).get_trace(*args, **kwargs).nodes
     )
-    for other, site in trace.nodes.items():
-        if other == name or site["type"] != "sample" or site_is_subsample(site):
+    for site_name, site in trace.nodes.items():
+        if site_name == name or site["type"] != "sample" or site_is_subsample(site):
             continue
-        if not torch.equal(site_entries(site), site_entries(after[other])):
+        if not torch.equal(site_entries(site), site_entries(after[site_name])):
             return True
     return False
 

@@ -123,10 +123,10 @@ class _Builder:
         )
         name = self._name(flip.places)
         count = len(flip.positions)
-        for places, around in self.names.items():
-            parent = self.units[around]
+        for places, parent_name in self.names.items():
+            parent = self.units[parent_name]
             if flip.places <= places and parent.size == count and parent.copies == 1:
-                self.units[name] = Units(name, 1, axes, around, count, FLIP)
+                self.units[name] = Units(name, 1, axes, parent_name, count, FLIP)
                 return
         self.units[name] = Units(name, count, axes, moves=FLIP)
 

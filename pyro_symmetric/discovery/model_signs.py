@@ -63,11 +63,11 @@ def _flips_of(
     flips = []
     for count, candidates in axes_by_length(shapes).items():
         flips += _position_signs(searcher, count, candidates, factors)
-    whole = {site: [Place(site, 0)] for site in shapes}
-    if not whole:
+    first_places = {site: [Place(site, 0)] for site in shapes}
+    if not first_places:
         return flips
     spanned = [flip.sites for flip in flips if _covers_axis(flip, shapes)]
-    for places in searcher.valid_sets(SignChange(None), whole):
+    for places in searcher.valid_sets(SignChange(None), first_places):
         flip = SignFlip((), places)
         if _is_independent(flip.sites, spanned):
             spanned.append(flip.sites)

@@ -179,7 +179,7 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
         group,
         [name for name in symmetry.rotating if name in group.names("permute")],
         lambda turning: [
-            one.name for one in check_function(turning, model.log_prior, draws).broken
+            move.name for move in check_function(turning, model.log_prior, draws).broken
         ],
     )
     return replace(
@@ -444,7 +444,7 @@ def _rotating(group: Group, density: ModelDensity) -> Names:
     """
 
     def broken(turning: Group) -> list[str]:
-        return [one.name for one in broken_moves(turning, density.change)[0]]
+        return [move.name for move in broken_moves(turning, density.change)[0]]
 
     names = [
         name

@@ -201,10 +201,10 @@ class Call:
     def operands(self) -> list[Value]:
         """All tensors among the arguments, also those in lists."""
         lists = (
-            given if isinstance(given, list | tuple) else [given]
-            for given in self.arguments.values()
+            items if isinstance(items, list | tuple) else [items]
+            for items in self.arguments.values()
         )
-        return [item for given in lists for item in given if isinstance(item, Value)]
+        return [item for items in lists for item in items if isinstance(item, Value)]
 
     @property
     def numbers(self) -> list[Any]:

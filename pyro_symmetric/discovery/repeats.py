@@ -98,18 +98,22 @@ def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
         and target.rpartition(".")[2] not in STATISTICS
     }
     graph = copy.deepcopy(trace.program.graph)
-    found = Repeats(graph, {}, {})
-    while run := _longest_run(graph, site_of, constants, laws, found.block):
-        number = len(found.block)
+    repeats = Repeats(graph, {}, {})
+    while run := _longest_run(graph, site_of, constants, laws, repeats.block):
+        number = len(repeats.block)
         for k, (calls, sites) in enumerate(run):
-            found.block.update((site, (number, k)) for site in sites)
-            found.stand_in.update(zip(sites, run[0].sites, strict=True) if k else ())
-            for node, kept in zip(calls, run[1].calls, strict=True) if k > 1 else ():
-                node.replace_all_uses_with(kept)
+            repeats.block.update((site, (number, k)) for site in sites)
+            repeats.stand_in.update(zip(sites, run[0].sites, strict=True) if k else ())
+            for node, first_call in (
+                zip(calls, run[1].calls, strict=True) if k > 1 else ()
+            ):
+                node.replace_all_uses_with(first_call)
         for node in reversed([node for block in run[2:] for node in block.calls]):
             graph.erase_node(node)
-        laws = [[axis for axis in axes if found.of(axis.site)[1] < 2] for axes in laws]
-    return found
+        laws = [
+            [axis for axis in axes if repeats.of(axis.site)[1] < 2] for axes in laws
+        ]
+    return repeats
 
 
 class UnequalBlocks(Exception):
@@ -121,7 +125,7 @@ class UnequalBlocks(Exception):
 def copies(
     basis: list[Exponents],
     two: Sequence[Axis],
-    every: Sequence[Axis],
+    axes: Sequence[Axis],
     repeats: Repeats,
     modulo_two: bool,
 ) -> list[Exponents]:
@@ -141,38 +145,38 @@ def copies(
     ]
     column = {key: number for number, key in enumerate(keys)}
     # the column of its place in the other block
-    other = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
-    unlike = vectors - vectors[:, other]
+    swapped = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
+    unlike = vectors - vectors[:, swapped]
     equal = vanishing(vectors, unlike, modulo_two)
-    alone, runs = list[Array](), list[int]()
+    single, runs = list[Array](), list[int]()
     for run in sorted({run for run, _ in blocks} - {-1}):
         elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
         own = vanishing(vectors, elsewhere, modulo_two)
-        alone, runs = [*alone, *own], [*runs, *(run for _ in own)]
+        single, runs = [*single, *own], [*runs, *(run for _ in own)]
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]
     pairs = vanishing(vectors, np.hstack([unlike, outside]), modulo_two)
-    each = [*alone, *(vector[other] for vector in alone)]
+    images = [*single, *(vector[swapped] for vector in single)]
 
     def rank(rows: Sequence[Array]) -> int:
         return len(independent(np.array(rows), modulo_two))
 
-    candidates = [*each, *equal]
-    if rank([*each, *pairs]) > len(each) or not (
+    candidates = [*images, *equal]
+    if rank([*images, *pairs]) > len(images) or not (
         rank(candidates) == rank([*vectors, *candidates]) == len(basis)
     ):
         raise UnequalBlocks
-    lookup = [column[image, 0] for image in repeats.images(every)]
-    places = [repeats.of(axis.site) for axis in every]
+    lookup = [column[image, 0] for image in repeats.images(axes)]
+    places = [repeats.of(axis.site) for axis in axes]
     copied = list[Array]()
     for k in independent(np.array(candidates), modulo_two):
         numbers = candidates[k][lookup]
-        if k < len(alone):
+        if k < len(single):
             for block in sorted({place for place in places if place[0] == runs[k]}):
                 inside = [place == block for place in places]
                 copied.append(np.where(inside, numbers, 0))
-        elif k >= len(each):  # the second block's are the first one's
+        elif k >= len(images):  # the second block's are the first one's
             copied.append(numbers)
     return [tuple(map(int, numbers)) for numbers in copied]
 
@@ -251,7 +255,11 @@ def _equal_stretches(
 def _blocks(run: Sequence[Calls], site_of: Mapping[str, str]) -> list[_Block]:
     """Return blocks with the sites that differ between them."""
     read = (
-        [site_of.get(one.name, "") for call in calls for one in arguments_of(call)]
+        [
+            site_of.get(argument.name, "")
+            for call in calls
+            for argument in arguments_of(call)
+        ]
         for calls in run
     )
     columns = dict.fromkeys(zip(*read, strict=True))
@@ -264,8 +272,8 @@ def _signature(call: fx.Node, seen: Mapping[fx.Node, Any]) -> str:
     """Return what equal calls share: operator, numbers, shapes and dtypes, and what
     their block sees of what they read.
     """
-    given = fx.map_arg((call.args, call.kwargs), seen.__getitem__)
-    return f"{call.target} {given} {_form(call)}"
+    arguments = fx.map_arg((call.args, call.kwargs), seen.__getitem__)
+    return f"{call.target} {arguments} {_form(call)}"
 
 
 def _digest(value: Tensor) -> bytes:
@@ -313,7 +321,11 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
     """Return whether each law has all of its axes in one block, as those of all others,
     or the same in all blocks.
     """
-    place = {site: (k, i) for k, own in enumerate(sites) for i, site in enumerate(own)}
+    place = {
+        site: (k, i)
+        for k, block_sites in enumerate(sites)
+        for i, site in enumerate(block_sites)
+    }
     inner: list[set[frozenset[Any]]] = [set() for _ in sites]
     for axes in laws:
         images: list[set[Any]] = [set() for _ in sites]
@@ -326,7 +338,7 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
             inner[touched[0]].add(frozenset(images[touched[0]]))
         elif touched and any(image != images[0] for image in images):
             return False
-    return all(own == inner[0] for own in inner)
+    return all(block_sites == inner[0] for block_sites in inner)
 
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:

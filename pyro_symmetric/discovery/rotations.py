@@ -65,11 +65,15 @@ def _products(group: Group, name: str, first: Weights, second: Weights) -> Tenso
     products = torch.zeros((), device=first[axes[0].site].device)
     for axis in axes:
         dims = len(group.view_shapes[axis.site])
-        mine, theirs = (
+        first_gradients, second_gradients = (
             rows(group.view(axis.site, value[axis.site]), axis, dims)
             for value in (first, second)
         )
-        products = products + mine.unflatten(0, shape) @ theirs.unflatten(0, shape).mT
+        products = (
+            products
+            + first_gradients.unflatten(0, shape)
+            @ second_gradients.unflatten(0, shape).mT
+        )
     return products
 
 
@@ -86,19 +90,19 @@ def rotated(group: Group, names: Sequence[str]) -> Group:
     turning = {name for name in names if name in group.names("permute")}
     places = {(a.site, a.dim) for name in turning for a in group.axes(name)}
     units = []
-    for name, one in group.units.items():
+    for name, unit_set in group.units.items():
         meets = any((axis.site, axis.dim) in places for axis in group.axes(name))
         if name in turning:
             axes = (
                 replace(axis, exponent=axis.exponent if axis.exponent == -1 else 1)
-                for axis in one.axes
+                for axis in unit_set.axes
             )
             moves = frozenset[Move]({"rotate"})
-            units.append(replace(one, axes=tuple(axes), moves=moves))
-        elif meets and one.moves != {"permute"}:
-            units.append(replace(one, moves=one.moves & {"permute"}))
+            units.append(replace(unit_set, axes=tuple(axes), moves=moves))
+        elif meets and unit_set.moves != {"permute"}:
+            units.append(replace(unit_set, moves=unit_set.moves & {"permute"}))
         else:
-            units.append(one)
+            units.append(unit_set)
     return Group(pruned(units), group.site_shapes, group.of_network)
 
 

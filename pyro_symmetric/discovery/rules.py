@@ -61,10 +61,10 @@ def _dead(call: Call) -> torch.Tensor | None:
     if call.name == "masked_fill":
         return call["mask"].constant
     if call.name == "where" and len(call.operands) == 3:
-        mask, one, other = call.operands
-        if mask.constant is not None and other.constant is not None:
+        mask, first, second = call.operands
+        if mask.constant is not None and second.constant is not None:
             return ~mask.constant
-        if mask.constant is not None and one.constant is not None:
+        if mask.constant is not None and first.constant is not None:
             return mask.constant
     return None
 
@@ -199,8 +199,8 @@ def ranked(flow: Flow, call: Call) -> list[Value]:
 )
 def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
-    for other in call.operands[1:]:  # what a difference puts before or behind
-        flow.pin(other)
+    for operand in call.operands[1:]:  # what a difference puts before or behind
+        flow.pin(operand)
     return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(
         call.shapes
     )
@@ -270,13 +270,13 @@ def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
 # products, summed over an axis --------------------------------------------------------
 
 
-def matmul(flow: Flow, one: Value, other: Value) -> Value:
+def matmul(flow: Flow, first: Value, second: Value) -> Value:
     """Compute ``torch.matmul`` with its broadcasting, also for vectors."""
-    rows = "r" if one.dim > 1 else ""
-    columns = "c" if other.dim > 1 else ""
-    left = f"...{rows}i" if rows else "i"
+    rows = "r" if first.dim > 1 else ""
+    columns = "c" if second.dim > 1 else ""
+    first_letters = f"...{rows}i" if rows else "i"
     right = f"...i{columns}" if columns else "i"
-    return flow.einsum(f"{left},{right}->...{rows}{columns}", one, other)
+    return flow.einsum(f"{first_letters},{right}->...{rows}{columns}", first, second)
 
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
@@ -303,8 +303,8 @@ def matmul_rule(flow: Flow, call: Call) -> Value:
 
 @register_rule("addmm", "baddbmm", "addmv")
 def addmm(flow: Flow, call: Call) -> Value:
-    start, one, other = call.operands
-    return flow.elementwise([start, matmul(flow, one, other)])
+    start, first, second = call.operands
+    return flow.elementwise([start, matmul(flow, first, second)])
 
 
 @register_rule("bilinear")
@@ -361,10 +361,11 @@ def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
     """Repeat each head of keys (values) for the consecutive heads of queries that it
     serves.
     """
-    *lead, own, length, width = value.shape
+    *lead, num_heads, length, width = value.shape
     axis = value.dim - 2
     wide = flow.expand(
-        flow.unsqueeze(value, axis), [*lead, own, heads // own, length, width]
+        flow.unsqueeze(value, axis),
+        [*lead, num_heads, heads // num_heads, length, width],
     )
     return flow.reshape(wide, [*lead, heads, length, width])
 
@@ -406,9 +407,11 @@ def _images(flow: Flow, value: Value, dims: int) -> Value:
 
 def _channels(flow: Flow, value: Value, dims: int) -> Value:
     """Drop the last ``dims`` axes, those of pixels, along which units are pinned."""
-    kept = range(value.dim - dims)
-    value = flow.told_apart(value, kept)
-    return Value(value.shape[: len(kept)], value.parts, value.fixed.intersection(kept))
+    spatial = range(value.dim - dims)
+    value = flow.told_apart(value, spatial)
+    return Value(
+        value.shape[: len(spatial)], value.parts, value.fixed.intersection(spatial)
+    )
 
 
 def _per_group(
@@ -453,9 +456,9 @@ CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fr
 @register_rule(*(name.format(d=d) for name in CHANNELWISE.split() for d in "123"))
 def channelwise(flow: Flow, call: Call) -> list[Value]:
     """Apply an operator on images channel by channel."""
-    value, *others = call.operands
-    for other in others:
-        flow.pin(other)
+    value, *parameters = call.operands
+    for parameter in parameters:
+        flow.pin(parameter)
     dims = int(next(c for c in call.name if c.isdigit()))
     result = _resized(flow, _images(flow, value, dims), call.shape, dims)
     return [result] * len(call.shapes)
@@ -463,11 +466,13 @@ def channelwise(flow: Flow, call: Call) -> list[Value]:
 
 def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
     """Change the lengths of the last ``dims`` axes, along which no unit lies."""
-    kept = len(shape) - dims
+    leading = len(shape) - dims
     return flow.value(
         shape,
         value.parts,
-        {axis for axis in value.fixed if axis < kept}.union(range(kept, len(shape))),
+        {axis for axis in value.fixed if axis < leading}.union(
+            range(leading, len(shape))
+        ),
     )
 
 
@@ -523,17 +528,17 @@ def _cell(
     """Return hidden units and cells over all steps, ``(batch, time, units)``, of one
     layer in one direction.
     """
-    weight_ih, weight_hh, *rest = params
-    bias_ih, bias_hh = rest[:2] if biases else (None, None)
+    weight_ih, weight_hh, *bias_values = params
+    bias_ih, bias_hh = bias_values[:2] if biases else (None, None)
     cell = _per_unit(flow, linear(flow, value, weight_ih, bias_ih), gates)
     hidden = (
-        linear(flow, cell, rest[-1], None)
-        if len(rest) == (3 if biases else 1)
+        linear(flow, cell, bias_values[-1], None)
+        if len(bias_values) == (3 if biases else 1)
         else cell
     )
     # the initial state has the same units
-    for state, like in zip(states, (hidden, cell), strict=False):
-        flow.elementwise([state.collapsed([0, 1]), flow.collapse(like, [0, 1])])
+    for state, example in zip(states, (hidden, cell), strict=False):
+        flow.elementwise([state.collapsed([0, 1]), flow.collapse(example, [0, 1])])
     flow.elementwise(
         [cell, _per_unit(flow, linear(flow, hidden, weight_hh, bias_hh), gates)]
     )
@@ -611,9 +616,9 @@ def unsqueeze(flow: Flow, call: Call) -> Value:
 def permute(flow: Flow, call: Call) -> Value:
     axes = [*range(call.value.dim)]
     if call.name == "transpose":
-        one = call.value.axis(call["dim0"])
-        other = call.value.axis(call["dim1"])
-        axes[one], axes[other] = other, one
+        first = call.value.axis(call["dim0"])
+        second = call.value.axis(call["dim1"])
+        axes[first], axes[second] = second, first
     return flow.relaid(
         call.value, [call.value.axis(axis) for axis in call.get("dims", axes)]
     )
@@ -781,16 +786,16 @@ def index(flow: Flow, call: Call) -> Value:
     """Index one or several axes; known index maps along one axis take units along."""
     value = call.value
     indices = _indices(call)
-    (entry, (axis, *_)), *others = indices
+    (entry, (axis, *_)), *further = indices
     known = _positions_in(entry, value.shape[axis])
-    if not others and known is not None:
+    if not further and known is not None:
         return flow.cut(value, axis, known)
     value = flow.noted(value)
     axes = [axis for _, replaced in indices for axis in replaced]
     shape = call.shape
-    kept = [axis for axis in range(value.dim) if axis not in axes]
+    unindexed = [axis for axis in range(value.dim) if axis not in axes]
     first = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0
-    new = len(shape) - len(kept)
+    new = len(shape) - len(unindexed)
     # known index maps, of which each varies along an axis of its own
     outer = _outer_indices(indices, new)
     for old, (_, index_map) in outer.items():
@@ -804,7 +809,7 @@ def index(flow: Flow, call: Call) -> Value:
         places[place] = old
     result = flow.relaid(
         flow.restrict(value, set(range(value.dim)) - unknown),
-        [*kept[:first], *places, *kept[first:]],
+        [*unindexed[:first], *places, *unindexed[first:]],
         shape,
     )
     return flow.value(
@@ -839,11 +844,12 @@ def _outer_indices(
         if entry.constant is None or entry.mask or len(long) != 1:
             continue
         place = long[0] + new - entry.dim
-        alone = all(
-            other is entry or (not other.mask and _length(other, place - new) == 1)
-            for other, _ in indices
+        independent = all(
+            index_entry is entry
+            or (not index_entry.mask and _length(index_entry, place - new) == 1)
+            for index_entry, _ in indices
         )
-        if alone:
+        if independent:
             positions = entry.constant.reshape(-1).numpy().astype(np.int64)
             outer[replaced[0]] = place, positions
     return outer
@@ -886,8 +892,8 @@ def gather(flow: Flow, call: Call) -> Value:
         value = flow.collapse(call.value, [call.axis])
     else:
         value = flow.take(call.value, call.axis, known)
-    for other in set(range(value.dim)) - {call.axis}:
-        value = flow.take(value, other, np.arange(positions.shape[other]))
+    for axis in set(range(value.dim)) - {call.axis}:
+        value = flow.take(value, axis, np.arange(positions.shape[axis]))
     return flow.elementwise([value, positions]) if known is None else value
 
 
@@ -911,11 +917,11 @@ def scatter(flow: Flow, call: Call) -> Value:
     source = call.get("src", call.get("value"))
     source = source if isinstance(source, Value) else Value(())
     flow.pin(positions)
-    whole, indexed, written = (
+    target, indexed, written = (
         [n for a, n in enumerate(x.shape) if a != axis]
         for x in (value, positions, source)
     )
-    if whole != indexed or (source.dim and written != indexed):
+    if target != indexed or (source.dim and written != indexed):
         return flow.give_up(
             [value, source], call.shape, "only some of the units are written"
         )
@@ -952,11 +958,14 @@ def index_put(flow: Flow, call: Call) -> Value:
     before = [*range(axes[0])]
     after = value.dim - axes[-1] - 1
     dim = axes[0] + max(1 if entry.mask else entry.dim for entry, _ in indices) + after
-    kept = [*before, *range(dim - after, dim)]
+    unindexed = [*before, *range(dim - after, dim)]
     source = flow.restrict(
-        flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept
+        flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]),
+        unindexed,
     )
-    source = flow.relaid(source, [*before, *(None for _ in axes), *kept[len(before) :]])
+    source = flow.relaid(
+        source, [*before, *(None for _ in axes), *unindexed[len(before) :]]
+    )
     return _written(flow, call, [flow.collapse(value, axes), source], axes)
 
 

@@ -624,13 +624,13 @@ def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
     return net
 
 
-def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def in_precision(own_dtype: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Replace a real or complex dtype by one of the precision of ``dtype``; integers
     stay.
     """
-    if dtype is None or not (own.is_floating_point or own.is_complex):
-        return own
-    return dtype.to_complex() if own.is_complex else dtype
+    if dtype is None or not (own_dtype.is_floating_point or own_dtype.is_complex):
+        return own_dtype
+    return dtype.to_complex() if own_dtype.is_complex else dtype
 
 
 def fresh(

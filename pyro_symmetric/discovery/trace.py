@@ -301,8 +301,8 @@ def _functionalise(graph: Graph) -> bool:
                 or any(map(_is_view, (written, *written.users)))
             ):
                 return False
-            if [one.type for one in pure._schema.arguments] != [
-                one.type for one in node.target._schema.arguments
+            if [argument.type for argument in pure._schema.arguments] != [
+                argument.type for argument in node.target._schema.arguments
             ]:
                 # another operator of that name: pow.Scalar is a number's power
                 return False
@@ -413,10 +413,10 @@ class Deterministic(TorchDispatchMode):
         if not writes or self._in_precision(args[0]) is args[0]:
             args, kwargs = tree_map(self._in_precision, (tuple(args), kwargs))
         result = func(*args, **kwargs)
-        made = isinstance(result, Tensor) and not any(
+        is_new = isinstance(result, Tensor) and not any(
             isinstance(x, Tensor) for x in (*args, *kwargs.values())
         )
-        return self._in_precision(result) if made else result
+        return self._in_precision(result) if is_new else result
 
     def _in_precision(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):

@@ -320,10 +320,12 @@ class Trials:
         for k, point in enumerate(self.points):
             if self.network.small and k == 0:
                 proposals = [
-                    one for one in proposals if not self._refuted([one], point, factor)
+                    proposal
+                    for proposal in proposals
+                    if not self._refuted([proposal], point, factor)
                 ]
             refuted = set(self._refuted(proposals, point, factor))
-            proposals = [one for one in proposals if one not in refuted]
+            proposals = [proposal for proposal in proposals if proposal not in refuted]
         return {
             cell: [exponents for exponents in basis if (cell, exponents) in proposals]
             for cell, basis in bases.items()
@@ -338,18 +340,20 @@ class Trials:
         if it is a sign.
         """
         powers = dict[Proposal, Tensor]()
-        for one in proposals:
-            count = one[0].units.count
+        for proposal in proposals:
+            count = proposal[0].units.count
             noise = torch.rand(count, generator=self.network.generator, device="cpu")
             power = torch.where(noise < 0.5, 1.0, 0.0 if factor < 0 else -1.0).double()
             # else nothing may move
             if len(proposals) == 1 or (factor < 0 and count == 1):
                 power[0] = 1.0
-            powers[one] = power
+            powers[proposal] = power
 
-        def change(some: Sequence[Proposal]) -> bool:
+        def change(chosen: Sequence[Proposal]) -> bool:
             """Return whether these proposals together change outputs."""
-            moved = self._moved(point, {one: powers[one] for one in some}, factor)
+            moved = self._moved(
+                point, {proposal: powers[proposal] for proposal in chosen}, factor
+            )
             with torch.no_grad():
                 outputs = self.network.outputs(moved, point.inputs)
             return not difference(point.outputs, outputs) < 10 * self.network.null

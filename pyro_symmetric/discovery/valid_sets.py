@@ -247,9 +247,9 @@ class Searcher:
             return []
         moved = stacked(trials)
         before = self.before.at(list(range(count)) * len(moves))
-        same = self.density.same(self.density.terms(moved), before)
-        same &= self.density.inside(moved)
-        return same.reshape(len(moves), count).all(1).tolist()
+        holds = self.density.same(self.density.terms(moved), before)
+        holds &= self.density.inside(moved)
+        return holds.reshape(len(moves), count).all(1).tolist()
 
     def _valid_in_pairs(
         self, involution: SiteMove, candidates: Candidates
@@ -269,10 +269,12 @@ class Searcher:
         pairs: list[Names] = [*itertools.combinations(candidates, 2)]
         trials = []
         for sites in pairs or [tuple(candidates)]:
-            around = point | {site: fixed[site] for site in fixed if site not in sites}
+            fixed_point = point | {
+                site: fixed[site] for site in fixed if site not in sites
+            }
             for chosen in itertools.product(*(subsets[site] for site in sites)):
                 places = frozenset(itertools.chain.from_iterable(chosen))
-                moved = self.moved(involution, places, around)
+                moved = self.moved(involution, places, fixed_point)
                 trials.append(Trial(sites, places, moved))
         terms = self.density.terms(stacked([trial.point for trial in trials]))
         checks = []
@@ -280,10 +282,10 @@ class Searcher:
             unmoved = numbers[0]  # the first subset of each pair is empty
             before = terms.at([unmoved] * len(numbers))
             after = terms.at(numbers)
-            same = self.density.same(after, before).tolist()
+            agrees = self.density.same(after, before).tolist()
             valid = [
                 trials[number].places
-                for number, unchanged in zip(numbers, same, strict=True)
+                for number, unchanged in zip(numbers, agrees, strict=True)
                 if unchanged
             ]
             columns = [place for site in sites for place in candidates[site]]

@@ -333,8 +333,8 @@ def broken_moves(
     broken = list[BrokenMove]()
     if together.broken:
         for move in guilty(moves, lambda suspects: worst(suspects).broken):
-            alone = worst([move])
-            broken.append(BrokenMove(*move, alone.size, alone.sites))
+            singly = worst([move])
+            broken.append(BrokenMove(*move, singly.size, singly.sites))
     return tuple(broken), together.size
 
 
@@ -393,7 +393,9 @@ def trial_elements(
     enough = max(math.ceil(BITS / least), min(BITS, len(single)))
     for i in range(enough if trials is None else trials):
         # without the moves of large sets, the next changes fewer sites
-        tried = [move for move in moves if trials is not None or i * bits[move] < BITS]
+        patterns = [
+            move for move in moves if trials is not None or i * bits[move] < BITS
+        ]
         element = group.sample(dtype=torch.float64)
         permutations, signs = element.permutations, element.signs
         if i == 0:
@@ -403,7 +405,7 @@ def trial_elements(
             }
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(Element(group, permutations, signs, *element.parts[2:]), tried)
+        yield only(Element(group, permutations, signs, *element.parts[2:]), patterns)
 
 
 def _bits(group: Group, move: Move, name: str) -> float:

@@ -30,15 +30,15 @@ def moves_of_whole_sites(network: Network, loss: Loss) -> dict[str, list[Move]]:
         shape = network.shapes[site]
         if site in network.buffers or not shape or norm <= silent:
             continue
-        found = list[Move]()
+        whole_moves = list[Move]()
         slopes = loss.gradient[site]
         is_vector = len(shape) == 1 and shape[0] > 1
         if is_vector and abs(float(slopes.real.sum())) <= network.null * norm:
-            found.append("shift")
+            whole_moves.append("shift")
         products = (loss.weights[site] * slopes.conj()).real
         least = EXACT * float(products.abs().sum())
         if network.dtype == torch.float64 and abs(float(products.sum())) <= least:
-            found.append("scale")
-        if found:
-            moves[site] = found
+            whole_moves.append("scale")
+        if whole_moves:
+            moves[site] = whole_moves
     return moves

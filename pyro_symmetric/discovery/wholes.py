@@ -156,9 +156,9 @@ class _Wholes:
             weights = torch.cat(drawn)
             noise = torch.randn_like(weights)
             order = torch.stack([move for _, move in hold])
-            same = ~self._changed(order.sign() * weights[order.abs() - 1], inputs)
-            hold = [*compress(hold, same.tolist())]
-            order, matter = order[same], matter[same]
+            unchanged = ~self._changed(order.sign() * weights[order.abs() - 1], inputs)
+            hold = [*compress(hold, unchanged.tolist())]
+            order, matter = order[unchanged], matter[unchanged]
             nudges = noise - noise[order.abs() - 1] + noise * (order < 0)
             matter |= self._changed(weights + nudges, inputs)
         return [*compress(hold, matter.tolist())], [*compress(hold, (~matter).tolist())]
@@ -211,22 +211,22 @@ class _Wholes:
         for site, places in self.places.items():
             for cut in [i for i, letter in enumerate(f"{site}.") if letter == "."]:
                 below.setdefault(site[:cut], {})[site[cut:]] = places
-        for one, other in combinations(below, 2):
-            first, second = below[one], below[other]
+        for first_group, second_group in combinations(below, 2):
+            first, second = below[first_group], below[second_group]
             if [*first] == [*second]:
                 pairs = [*zip(first.values(), second.values(), strict=True)]
-                yield from self._exchange(f"{one} and {other}", pairs)
+                yield from self._exchange(f"{first_group} and {second_group}", pairs)
         yield from self._exchanges_of_units()
         yield from self._exchanges_in_members()
 
     def _exchanges_of_units(self) -> Iterator[Move]:
-        for one, other in combinations_with_replacement(self.group.units, 2):
-            start = self.group[one].size if one == other else 0
-            if self.group[other].count > start != 1:
-                at = [self._of_units(axis, [0]) for axis in self._axes(one)]
-                to = [self._of_units(axis, [start]) for axis in self._axes(other)]
+        for first, second in combinations_with_replacement(self.group.units, 2):
+            start = self.group[first].size if first == second else 0
+            if self.group[second].count > start != 1:
+                at = [self._of_units(axis, [0]) for axis in self._axes(first)]
+                to = [self._of_units(axis, [start]) for axis in self._axes(second)]
                 if len(at) == len(to):
-                    text = f"units of {one} and others of {other}"
+                    text = f"units of {first} and others of {second}"
                     yield from self._exchange(text, [*zip(at, to, strict=True)])
 
     def _exchanges_in_members(self) -> Iterator[Move]:
@@ -248,10 +248,10 @@ class _Wholes:
         self, text: str, pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Iterator[Move]:
         """Iterate over the exchange of pairs of places, if these are alike in shape."""
-        if all(one.shape == other.shape for one, other in pairs):
+        if all(first.shape == second.shape for first, second in pairs):
             move = self.still.clone()
-            for one, other in pairs:
-                move[one], move[other] = move[other], move[one]
+            for first, second in pairs:
+                move[first], move[second] = move[second], move[first]
             yield f"{text} exchange", move
 
     # axes -----------------------------------------------------------------------------

@@ -247,11 +247,11 @@ class ExactOrbit(OrbitEstimator):
         log_probs = log_q[None]
         if order > 1:
             units = UnitDensities(base, action, value.expand(1, *log_q.shape, -1))
-            others = elements.select(slice(1, None))
+            non_identity = elements.select(slice(1, None))
             log_probs = torch.cat(
                 [
                     log_probs,
-                    log_prob_on_orbit(base, action, value, others, units, log_q),
+                    log_prob_on_orbit(base, action, value, non_identity, units, log_q),
                 ]
             )
         if summed.units:
@@ -271,7 +271,7 @@ def finite_estimator(
     summed, enumerated = split_group(group, independent_sets(base, action))
     numbers = sum(shape.numel() for shape in group.site_shapes.values())
     terms = numbers + sum(
-        one.size * 2.0 ** (one.size - 1) for one in summed.units.values()
+        unit_set.size * 2.0 ** (unit_set.size - 1) for unit_set in summed.units.values()
     )
     order = math.exp(min(enumerated.log_order(), 700.0))
     most = TRAINING_TERMS if training else REPORT_TERMS
@@ -320,7 +320,9 @@ def log_weights(
     if not matched or base.batch_shape or value.dim() == 1:
         return evaluate(value)
     vectors = value.reshape(-1, value.shape[-1])
-    widest = max([one.count for one in action.group.units.values()], default=1)
+    widest = max(
+        [unit_set.count for unit_set in action.group.units.values()], default=1
+    )
     chunk = CHUNK_NUMBERS // ((count + 1) * max(action.dim, widest**2, 5000))
     weights = in_chunks(lambda part: evaluate(vectors[part]).mT, len(vectors), chunk)
     return weights.mT.reshape(count + 1, *value.shape[:-1])
@@ -432,7 +434,8 @@ def log_mean_ratios(
     # Numbers held for one element: copies of the draws, and the largest level of each
     # permanent.
     levels = sum(
-        math.comb(one.size, one.size // 2) * one.size for one in group.units.values()
+        math.comb(unit_set.size, unit_set.size // 2) * unit_set.size
+        for unit_set in group.units.values()
     )
     numbers = value.shape[:-1].numel() * (4 * value.shape[-1] + levels)
     return in_chunks(evaluate, elements.batch_shape[0], CHUNK_NUMBERS // numbers)

@@ -389,10 +389,10 @@ class _Proposals:
         mode = Categorical(logits=self.log_share).sample((count,)).mT[..., None, None]
         noise = torch.randn_like(self.precision.unsqueeze(2).expand(-1, -1, count, -1))
         vectors = noise / self.precision.sqrt().unsqueeze(2) @ self.axes.mT
-        around = _cayley(self._skew(vectors)) @ self.modes.unsqueeze(2)
-        around = around.take_along_dim(mode.unsqueeze(1), 1).squeeze(1)
-        is_haar = torch.rand_like(around[..., 0, 0]) < self.haar_share
-        return torch.where(is_haar[..., None, None], self._haar(count), around)
+        proposals = _cayley(self._skew(vectors)) @ self.modes.unsqueeze(2)
+        proposals = proposals.take_along_dim(mode.unsqueeze(1), 1).squeeze(1)
+        is_haar = torch.rand_like(proposals[..., 0, 0]) < self.haar_share
+        return torch.where(is_haar[..., None, None], self._haar(count), proposals)
 
     def log_density(self, rotations: Tensor) -> Tensor:
         """Return the log-density against Haar's measure, ``(draws, k)``."""
@@ -418,9 +418,9 @@ class _Proposals:
         draws.
         """
         matrices = self.form.linear.unflatten(-1, (self.size, self.size))
-        left, _, right = torch.linalg.svd(matrices)
-        reflected = torch.cat([left[..., :-1], -left[..., -1:]], -1)
-        factors = torch.stack([left @ right, reflected @ right], 1)
+        left_vectors, _, right = torch.linalg.svd(matrices)
+        reflected = torch.cat([left_vectors[..., :-1], -left_vectors[..., -1:]], -1)
+        factors = torch.stack([left_vectors @ right, reflected @ right], 1)
         return torch.cat([factors, self._haar(STARTS)], 1)
 
     def _climb(self, rotations: Tensor) -> Tensor:
@@ -437,10 +437,10 @@ class _Proposals:
             # away from saddles
             values = values.clamp(min=1e-3 * values.amax(-1, keepdim=True) + 1e-12)
             step = slopes.gradient.unsqueeze(-2) @ axes / values.unsqueeze(-2) @ axes.mT
-            tried = _cayley(self._skew(sizes * step / 2)) @ rotations.unsqueeze(2)
-            heights = self.form.at(tried.flatten(1, 2)).view(tried.shape[:3])
+            candidates = _cayley(self._skew(sizes * step / 2)) @ rotations.unsqueeze(2)
+            heights = self.form.at(candidates.flatten(1, 2)).view(candidates.shape[:3])
             best = heights.argmax(-1)[..., None, None, None]
-            rotations = tried.take_along_dim(best, 2).squeeze(2)
+            rotations = candidates.take_along_dim(best, 2).squeeze(2)
         return rotations
 
     def _slopes(self, rotations: Tensor) -> _Slopes:

@@ -330,10 +330,10 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
             f"the group mixes coordinates of {action.nonlinear_sites}: average draws "
             "of sample()"
         )
-    both = torch.cat([values, -values if signed else values], -1)
+    of_either_sign = torch.cat([values, -values if signed else values], -1)
     orbit = _signed_orbits(action).to(values.device)
     size = torch.bincount(orbit, minlength=len(orbit)).to(values)
-    total = torch.zeros_like(both).index_add(-1, orbit, both)
+    total = torch.zeros_like(of_either_sign).index_add(-1, orbit, of_either_sign)
     return (total / size.clamp(min=1))[..., orbit[: values.shape[-1]]]
 
 

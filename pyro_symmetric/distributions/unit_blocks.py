@@ -137,8 +137,8 @@ class UnitBlocks(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         blocks = [tril.square().sum(-1).reshape(-1) for tril in self.scale_trils]
-        whole = torch.cat([*blocks, self.scale[self.rest].square()])[self._order]
-        return whole.expand(self.batch_shape + self.event_shape)
+        joined = torch.cat([*blocks, self.scale[self.rest].square()])[self._order]
+        return joined.expand(self.batch_shape + self.event_shape)
 
     def entropy(self) -> Tensor:
         diagonals = [
@@ -174,8 +174,8 @@ def in_blocks(normal: Any) -> UnitBlocks:
     if isinstance(normal, UnitBlocks):
         return normal
     if isinstance(normal, MultivariateNormal | LowRankMultivariateNormal):
-        whole = torch.arange(len(normal.loc), device=normal.loc.device)
-        return UnitBlocks(normal.loc, [whole[None]], [normal.scale_tril[None]])
+        places = torch.arange(len(normal.loc), device=normal.loc.device)
+        return UnitBlocks(normal.loc, [places[None]], [normal.scale_tril[None]])
     if isinstance(normal, Independent) and isinstance(normal.base_dist, Normal):
         return UnitBlocks(normal.base_dist.loc, [], [], normal.base_dist.scale)
     raise TypeError(f"{normal} isn't Gaussian; take AutoNormal, AutoGaussian or alike")

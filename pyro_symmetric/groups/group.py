@@ -118,7 +118,9 @@ class Group:
         self.of_network = of_network
         self.units = outer_first(units)
         self._runs = dict(runs)
-        for axis in (axis for one in units for axis in one.axes if axis.span != 1):
+        for axis in (
+            axis for unit_set in units for axis in unit_set.axes if axis.span != 1
+        ):
             first, last = self._runs.get(axis.site, (axis.dim, 0))
             self._runs[axis.site] = (
                 min(first, axis.dim),
@@ -131,7 +133,7 @@ class Group:
                 [*shape[:first], math.prod(shape[first:last]), *shape[last:]]
             )
         self._axes = map_values(
-            lambda one: tuple(map(self._viewed, one.axes)), self.units
+            lambda unit_set: tuple(map(self._viewed, unit_set.axes)), self.units
         )
         self._members: dict[str, dict[int, Members]] = {}
         for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
@@ -139,7 +141,10 @@ class Group:
                 self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append(
                     (name, axis)
                 )
-        ends = [0, *itertools.accumulate(one.count for one in self.units.values())]
+        ends = [
+            0,
+            *itertools.accumulate(unit_set.count for unit_set in self.units.values()),
+        ]
         self.slots = {
             name: slice(*pair)
             for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)
@@ -149,13 +154,19 @@ class Group:
             max((len(self.ancestors(name)) for name in self.units), default=0),
         )
         self.roots = tuple(
-            name for name, one in self.units.items() if one.parent is None
+            name for name, unit_set in self.units.items() if unit_set.parent is None
         )
         self._by_move = {
-            move: tuple(n for n, one in self.units.items() if move in one.moves)
+            move: tuple(
+                n for n, unit_set in self.units.items() if move in unit_set.moves
+            )
             for move in MOVES
         }
-        self.factors = {name: one.size for name, one in self.units.items() if one.moves}
+        self.factors = {
+            name: unit_set.size
+            for name, unit_set in self.units.items()
+            if unit_set.moves
+        }
         self.moves = frozenset(move for move in MOVES if self.names(move))
         self.sites = tuple(site for site in self.site_shapes if site in self._members)
         self.buffers = tuple(
@@ -246,11 +257,11 @@ class Group:
                 )
             index = torch.arange(lengths.pop(), device="cpu")[None]
             signed = bool(allowed & {"flip", "rotate"})
-            own = [
+            along = [
                 Axis(site, dim, index, int(signed and site not in even))
                 for site, dim in where
             ]
-            if "rotate" in allowed and (fixed := {a.site for a in own} & set(even)):
+            if "rotate" in allowed and (fixed := {a.site for a in along} & set(even)):
                 raise ValueError(
                     f"{name!r} rotates, but even names {sorted(fixed)}: no rotation "
                     "keeps the signs of a site; let the units permute and flip instead"
@@ -259,7 +270,7 @@ class Group:
                 Units(
                     name,
                     index.shape[1],
-                    tuple(a for a in own if a.touched(allowed)),
+                    tuple(a for a in along if a.touched(allowed)),
                     moves=allowed,
                 )
             )
@@ -296,9 +307,9 @@ class Group:
         dimension of an orbit, unless some of them act alike.
         """
         return sum(
-            MOVES[move].dimension(one)
-            for one in self.units.values()
-            for move in one.moves
+            MOVES[move].dimension(unit_set)
+            for unit_set in self.units.values()
+            for move in unit_set.moves
         )
 
     @functools.cached_property
@@ -339,9 +350,9 @@ class Group:
             return self.slots
         end = 0
         slots = {}
-        for name, one in MOVES[move].holders(self).items():
+        for name, unit_set in MOVES[move].holders(self).items():
             start = end
-            end = end + one.count * one.size
+            end = end + unit_set.count * unit_set.size
             slots[name] = slice(start, end)
         return slots
 
@@ -352,7 +363,11 @@ class Group:
 
     def family(self, name: str) -> Names:
         """Return some units and all inside them, outer ones first."""
-        children = (other for other, one in self.units.items() if one.parent == name)
+        children = (
+            child_name
+            for child_name, unit_set in self.units.items()
+            if unit_set.parent == name
+        )
         return (name, *(inner for child in children for inner in self.family(child)))
 
     def axes(self, name: str) -> tuple[Axis, ...]:
@@ -439,17 +454,23 @@ class Group:
         Outermost units have themselves and 0.
         """
         columns = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
-        for name, one in self.units.items():
+        for name, unit_set in self.units.items():
             units = torch.arange(
                 self.slots[name].start, self.slots[name].stop, device="cpu"
             )
-            copies = (units - self.slots[name].start) // one.size
+            copies = (units - self.slots[name].start) // unit_set.size
             parent = (
-                units if one.parent is None else self.slots[one.parent].start + copies
+                units
+                if unit_set.parent is None
+                else self.slots[unit_set.parent].start + copies
             )
-            size = torch.full_like(units, 0 if one.parent is None else one.size)
+            size = torch.full_like(
+                units, 0 if unit_set.parent is None else unit_set.size
+            )
             columns.append(
-                torch.stack([self.slots[name].start + copies * one.size, parent, size])
+                torch.stack(
+                    [self.slots[name].start + copies * unit_set.size, parent, size]
+                )
             )
         return torch.cat(columns, 1)
 
@@ -491,15 +512,15 @@ class Group:
         """Restrict to some moves; units that keep none, and axes that none touches, are
         dropped.
         """
-        kept = moves_of("moves", moves)
-        if kept >= self.moves:
+        allowed = moves_of("moves", moves)
+        if allowed >= self.moves:
             return self
-        if kept not in self._kept:
-            units = [replace(u, moves=u.within(kept)) for u in self.units.values()]
-            self._kept[kept] = self._checked(
+        if allowed not in self._kept:
+            units = [replace(u, moves=u.within(allowed)) for u in self.units.values()]
+            self._kept[allowed] = self._checked(
                 pruned(units), self.site_shapes, self._runs
             )
-        return self._kept[kept]
+        return self._kept[allowed]
 
     @property
     def permutations(self) -> Group:
@@ -689,7 +710,9 @@ class Group:
         permuted = [self[name] for name in self.effective.permuted]
         flipped = torch.as_tensor(self.effective.flipped, device="cpu")
         sizes = [
-            math.factorial(one.size) for one in permuted for _ in range(one.copies)
+            math.factorial(unit_set.size)
+            for unit_set in permuted
+            for _ in range(unit_set.copies)
         ]
         sizes += [2] * len(flipped)
         digits = iter(
@@ -698,14 +721,16 @@ class Group:
             else ()
         )
         permutations = {}
-        for one in permuted:
+        for unit_set in permuted:
             table = torch.tensor(
-                list(itertools.permutations(range(one.size))), device="cpu"
+                list(itertools.permutations(range(unit_set.size))), device="cpu"
             )
-            permutations[one.name] = torch.stack(
-                [table[next(digits)] for _ in range(one.copies)], -2
+            permutations[unit_set.name] = torch.stack(
+                [table[next(digits)] for _ in range(unit_set.copies)], -2
             )
-            permutations[one.name] = permutations[one.name].reshape(-1, *one.shape)
+            permutations[unit_set.name] = permutations[unit_set.name].reshape(
+                -1, *unit_set.shape
+            )
         signs = torch.ones(self.order(), self.size, device="cpu")
         for unit in flipped:
             signs[:, unit] = 1.0 - 2.0 * next(digits)
@@ -733,11 +758,11 @@ class Group:
             "site_shapes": map_values(list, self.site_shapes),
             "units": [
                 {
-                    **vars(one),
-                    "axes": [axis_data(axis) for axis in one.axes],
-                    "moves": sorted(one.moves),
+                    **vars(unit_set),
+                    "axes": [axis_data(axis) for axis in unit_set.axes],
+                    "moves": sorted(unit_set.moves),
                 }
-                for one in self.units.values()
+                for unit_set in self.units.values()
             ],
             "of_network": self.of_network,
         }
@@ -747,18 +772,23 @@ class Group:
         """Build a group from :meth:`to_dict`."""
         shapes = map_values(torch.Size, data["site_shapes"])
 
-        def axis_of(given: Mapping[str, Any]) -> Axis:
-            dim = given["dim"]
-            index = given["index"]
+        def axis_of(entries: Mapping[str, Any]) -> Axis:
+            dim = entries["dim"]
+            index = entries["index"]
             if index is None:
-                length = math.prod(shapes[given["site"]][dim : dim + given["span"]])
+                length = math.prod(shapes[entries["site"]][dim : dim + entries["span"]])
                 filling = torch.arange(length, device="cpu")[None]
-                return Axis(**{**given, "index": filling})
-            return Axis(**{**given, "index": torch.tensor(index, device="cpu")})
+                return Axis(**{**entries, "index": filling})
+            return Axis(**{**entries, "index": torch.tensor(index, device="cpu")})
 
         units = (
-            Units(**{**one, "axes": [axis_of(axis) for axis in one["axes"]]})
-            for one in data["units"]
+            Units(
+                **{
+                    **entries_of_set,
+                    "axes": [axis_of(axis) for axis in entries_of_set["axes"]],
+                }
+            )
+            for entries_of_set in data["units"]
         )
         return cls(units, shapes, data["of_network"])
 
@@ -802,7 +832,9 @@ def _check_axes(units: Iterable[Units], site_shapes: Shapes) -> None:
     """Check that each axis lies within its site, and that no two units of a set share a
     position.
     """
-    for name, axis in ((one.name, axis) for one in units for axis in one.axes):
+    for name, axis in (
+        (unit_set.name, axis) for unit_set in units for axis in unit_set.axes
+    ):
         shape = site_shapes.get(axis.site)
         index = axis.index
         if shape is None or axis.dim + axis.span > len(shape):
@@ -835,9 +867,9 @@ def _check_group(group: Group) -> None:
                 f"units multiply {site!r} with different epsilons, {epsilons}; a site "
                 "has one"
             )
-        for name, own in members:
+        for name, shifted in members:
             if "shift" in group[name].moves and any(
-                axis.exponent and axis.dim != own.dim for _, axis in members
+                axis.exponent and axis.dim != shifted.dim for _, axis in members
             ):
                 raise ValueError(
                     f"the units {name!r} shift {site!r}, which other units multiply "
@@ -863,30 +895,30 @@ def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
     """
     occupied: list[_Occupied] = []
     for name, axis in members:
-        one = group[name]
+        unit_set = group[name]
         index = axis.index
-        if axis.touched(one.moves):
+        if axis.touched(unit_set.moves):
             power = (
                 axis.exponent
-                if "scale" in one.moves
+                if "scale" in unit_set.moves
                 else axis.exponent % 2
-                if "flip" in one.moves
+                if "flip" in unit_set.moves
                 else 0
             )
-            for k, own in enumerate(occupied):
+            for k, earlier in enumerate(occupied):
                 if (
-                    own.units is one
-                    and own.power == power
-                    and not (own.unit[index] >= 0).any()
+                    earlier.units is unit_set
+                    and earlier.power == power
+                    and not (earlier.unit[index] >= 0).any()
                 ):
                     index = torch.cat([occupied.pop(k).positions, index])
                     break
             unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
-            unit[index] = torch.arange(one.count, device="cpu").expand_as(index)
+            unit[index] = torch.arange(unit_set.count, device="cpu").expand_as(index)
             block[index] = (
                 torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
             )
-            occupied.append(_Occupied(one, power, index, unit, block))
+            occupied.append(_Occupied(unit_set, power, index, unit, block))
     return occupied
 
 
@@ -894,62 +926,66 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
     """Return the names of the first units along an axis whose moves form no group; none
     if all do.
     """
-    outer = [group.ancestors(own.units.name) for own in occupied]
+    outer = [group.ancestors(occupation.units.name) for occupation in occupied]
     covered = dict[str, Tensor]()
-    for own in occupied:
-        covered[own.units.name] = covered.get(own.units.name, False) | (own.unit >= 0)
-    for own, around in zip(occupied, outer, strict=True):
+    for occupation in occupied:
+        covered[occupation.units.name] = covered.get(occupation.units.name, False) | (
+            occupation.unit >= 0
+        )
+    for occupation, ancestors in zip(occupied, outer, strict=True):
         for name in (
             name
-            for name in around
+            for name in ancestors
             if "permute" in group[name].moves and group[name].size > 1
         ):
-            if name not in covered or not covered[name][own.positions].all():
-                return [name, own.units.name]
-    overlap = torch.stack([own.unit >= 0 for own in occupied]).double()
+            if name not in covered or not covered[name][occupation.positions].all():
+                return [name, occupation.units.name]
+    overlap = torch.stack([occupation.unit >= 0 for occupation in occupied]).double()
     for j, k in (overlap @ overlap.mT).nonzero().tolist():
-        one = occupied[j]
-        other = occupied[k]
-        moves = one.units.moves | other.units.moves
-        related = one.units.name in outer[k] or other.units.name in outer[j]
-        carried = related and not (one.power or other.power or "shift" in moves)
-        mixed = "rotate" in moves and one is not other and not carried
-        if mixed or not _normalises(one, other, one.units.name in outer[k]):
-            return sorted({one.units.name, other.units.name})
+        first = occupied[j]
+        second = occupied[k]
+        moves = first.units.moves | second.units.moves
+        related = first.units.name in outer[k] or second.units.name in outer[j]
+        carried = related and not (first.power or second.power or "shift" in moves)
+        mixed = "rotate" in moves and first is not second and not carried
+        if mixed or not _normalises(first, second, first.units.name in outer[k]):
+            return sorted({first.units.name, second.units.name})
     return []
 
 
-def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
+def _normalises(multiplied: _Occupied, permuting: _Occupied, inside: bool) -> bool:
     """Return whether permutations of some units map moves of others, maybe inside them,
     to moves of these.
     """
-    units = one.units
-    shifted = "shift" in other.units.moves
-    rotating = "rotate" in other.units.moves
-    permuted = "permute" in other.units.moves and other.units.size > 1
-    if shifted and one.power:
+    units = multiplied.units
+    shifted = "shift" in permuting.units.moves
+    rotating = "rotate" in permuting.units.moves
+    permuted = "permute" in permuting.units.moves and permuting.units.size > 1
+    if shifted and multiplied.power:
         return False
     if (
         "permute" not in units.moves
         or units.size == 1
-        or not (permuted or other.power or shifted or rotating)
+        or not (permuted or permuting.power or shifted or rotating)
     ):
         return True
-    if one is other and not shifted:
+    if multiplied is permuting and not shifted:
         return True
-    positions = one.positions.unflatten(-1, (units.copies, units.size))
-    unit = other.unit[positions]
-    block = other.block[positions]
+    positions = multiplied.positions.unflatten(-1, (units.copies, units.size))
+    unit = permuting.unit[positions]
+    block = permuting.block[positions]
     if inside and not shifted:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
         unit = torch.where(
-            unit < 0, unit, unit - first * (other.units.count // units.count)
+            unit < 0, unit, unit - first * (permuting.units.count // units.count)
         )
-    same = bool((unit == unit[..., :1]).all())
-    if not permuted or not same:
-        return same
+    is_constant = bool((unit == unit[..., :1]).all())
+    if not permuted or not is_constant:
+        return is_constant
     # Sets of permuted units map to whole sets: a row of a table to a row.
-    cells = (block * other.units.copies + unit // other.units.size).flatten(0, 1)
+    cells = (block * permuting.units.copies + unit // permuting.units.size).flatten(
+        0, 1
+    )
     number = len(cells.unique(dim=0))
     return all(len(column.unique()) == number for column in cells.T)
 

@@ -212,8 +212,8 @@ class Rotate(MoveKind):
     ) -> Tensor:
         pieces = []
         for name, slot in group.number_slots("rotate").items():
-            one = group[name]
-            shape = (one.copies, one.size, one.size)
+            unit_set = group[name]
+            shape = (unit_set.copies, unit_set.size, unit_set.size)
             matrices = (value[..., slot].unflatten(-1, shape) for value in numbers)
             pieces.append(change(name, *matrices).flatten(-3))
         return torch.cat(pieces, -1)
@@ -223,8 +223,8 @@ def polar(scores: Tensor) -> Tensor:
     """Return the polar factor: of all orthogonal matrices, the one whose products with
     the scores ``(..., n, n)`` have the largest sum.
     """
-    left, _, right = torch.linalg.svd(scores)
-    return left @ right
+    left_vectors, _, right = torch.linalg.svd(scores)
+    return left_vectors @ right
 
 
 @functools.lru_cache(maxsize=16)

@@ -104,20 +104,20 @@ class _Signs:
         flips = self._flips(site, dim)
         length = self.group.view_shapes[site][dim]
         number = np.bincount(flips.position, minlength=length)
-        alone = flips.unit[number[flips.position] == 1]
+        single = flips.unit[number[flips.position] == 1]
         crowded: dict[int, Equation] = {}
         for position, unit in flips.pairs(number > 1):
             crowded[position] = crowded.get(position, frozenset()) ^ {unit}
         if not number.all():
             constant: Equation = frozenset()
             first = self.zero
-        elif len(alone):
-            first = int(alone[0])
+        elif len(single):
+            first = int(single[0])
             constant = frozenset([first])
         else:
             constant = first_value(crowded)
             first = self.zero
-        self.pairs.append(np.stack([np.full_like(alone, first), alone]))
+        self.pairs.append(np.stack([np.full_like(single, first), single]))
         self.equations += [constant ^ total for total in crowded.values()]
         return constant
 
@@ -148,9 +148,9 @@ class _Signs:
 
     def _joined(self) -> np.ndarray:
         """Label the bits so that equal ones have one label."""
-        left, right = np.concatenate(self.pairs, 1)
+        first, right = np.concatenate(self.pairs, 1)
         shape = (self.zero + 1, self.zero + 1)
-        edges = coo_array((np.ones(len(left)), (left, right)), shape=shape)
+        edges = coo_array((np.ones(len(first)), (first, right)), shape=shape)
         return connected_components(edges, directed=False)[1]
 
     def _between(self, equation: Equation, label: np.ndarray) -> Equation:
@@ -168,8 +168,12 @@ class _Flips(NamedTuple):
 
     def pairs(self, chosen: np.ndarray) -> Iterable[tuple[int, int]]:
         """Return positions with units, of the positions chosen."""
-        here = chosen[self.position]
-        return zip(self.position[here].tolist(), self.unit[here].tolist(), strict=True)
+        chosen_here = chosen[self.position]
+        return zip(
+            self.position[chosen_here].tolist(),
+            self.unit[chosen_here].tolist(),
+            strict=True,
+        )
 
 
 def _dependent(equations: Iterable[Equation]) -> set[int]:

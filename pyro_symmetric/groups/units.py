@@ -284,15 +284,15 @@ class Element:
         dtype: torch.dtype | None = None,
     ):
         self.group = group
-        given: dict[Move, ByName] = {}
+        numbers_of: dict[Move, ByName] = {}
         known = []
         shapes = [tuple(batch_shape)]
         parts = (permutations, signs, log_scales, shifts, rotations)
         for move, part in zip(MOVES, parts, strict=True):
-            given[move] = {}
+            numbers_of[move] = {}
             for name in group.names(move):
                 if part and name in part:
-                    value = given[move][name] = part[name]
+                    value = numbers_of[move][name] = part[name]
                     known.append(value)
                     ending = MOVES[move].shape(group[name])
                     shapes.append(value.shape[: value.dim() - len(ending)])
@@ -305,10 +305,12 @@ class Element:
         for move in (move for move in MOVES if group.names(move)):
             kind = MOVES[move]
             pieces = []
-            for name, one in kind.holders(group).items():
-                named = given[move].get(name)
-                filled = kind.neutral(one, dtype, device) if named is None else named
-                full = filled.expand(*self.batch_shape, *kind.shape(one))
+            for name, unit_set in kind.holders(group).items():
+                named = numbers_of[move].get(name)
+                filled = (
+                    kind.neutral(unit_set, dtype, device) if named is None else named
+                )
+                full = filled.expand(*self.batch_shape, *kind.shape(unit_set))
                 pieces.append(full.flatten(len(self.batch_shape)))
             self.numbers[move] = torch.cat(pieces, -1)
         if "permute" in self.numbers:
@@ -464,20 +466,20 @@ class Element:
         """Return the matrices that permute and flip some units of each copy."""
         units = self.group[name]
         device = self.device
-        like = self.numbers.get("flip", torch.empty(0, device=device))
+        example = self.numbers.get("flip", torch.empty(0, device=device))
         order = self.permutations.get(name, torch.arange(units.size, device=device))
-        signs = self.signs.get(name, torch.ones(units.size, device=device)).to(like)
-        matrices = torch.eye(units.size, device=device).to(like)[order]
+        signs = self.signs.get(name, torch.ones(units.size, device=device)).to(example)
+        matrices = torch.eye(units.size, device=device).to(example)[order]
         return matrices * signs.unsqueeze(-2)
 
     def equal(self, other: Element) -> bool:
         """Return whether all numbers are equal, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
-        same = (
+        equal = (
             self.batch_shape == other.batch_shape
             and self.group.slots == other.group.slots
         )
-        return (same and self.numbers.keys() == other.numbers.keys()) and all(
+        return (equal and self.numbers.keys() == other.numbers.keys()) and all(
             torch.equal(value, other.numbers[move].to(value))
             for move, value in self.numbers.items()
         )
@@ -505,11 +507,11 @@ class Element:
                 "within(group)"
             )
         shape = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
-        mine = self.expand(shape)
-        theirs = other.expand(shape).to(self.device)
+        first = self.expand(shape)
+        second = other.expand(shape).to(self.device)
         back = (
-            theirs.numbers["permute"].argsort(-1)
-            if "permute" in theirs.numbers
+            second.numbers["permute"].argsort(-1)
+            if "permute" in second.numbers
             else None
         )
 
@@ -517,9 +519,9 @@ class Element:
             kind = MOVES[move]
             if back is not None:
                 value = kind.followed(self.group, value, back)
-            return kind.product(self.group, value, theirs.numbers[move])
+            return kind.product(self.group, value, second.numbers[move])
 
-        return mine.changed(product, shape)
+        return first.changed(product, shape)
 
     # action ---------------------------------------------------------------------------
 
@@ -593,8 +595,8 @@ class Element:
                     matrices = rotations[name].to(value)
                     if matrices.dim() == len(self.batch_shape) + 2:
                         matrices = matrices.unsqueeze(-3)
-                    own = rows(value, axis, site_dims)
-                    turned = kind.along(own, matrices)
+                    entries = rows(value, axis, site_dims)
+                    turned = kind.along(entries, matrices)
                     value = with_rows(value, turned, axis, site_dims)
         return value
 
@@ -678,11 +680,11 @@ def require_buffers(
 
 
 def checked(
-    argument: str, group: Group, move: Move, given: Mapping[str, Any] | None
+    argument: str, group: Group, move: Move, numbers_by_name: Mapping[str, Any] | None
 ) -> ByName:
     """Check a user's numbers of one move; return them as tensors."""
     tensors = {}
-    for name, value in (given or {}).items():
+    for name, value in (numbers_by_name or {}).items():
         if move not in group[name].moves:
             raise ValueError(
                 f"{argument} holds {name!r}; only {list(group.names(move))} admit the "
@@ -728,15 +730,15 @@ def _carried(group: Group, images: Tensor) -> Tensor:
 
 def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     """Sort units by name, in the given order but each after its parent."""
-    named = {one.name: one for one in units}
+    named = {unit_set.name: unit_set for unit_set in units}
     ordered: dict[str, Units] = {}
     if len(named) < len(units):
         raise ValueError(
-            f"two sets of units have one name: {[one.name for one in units]}; each "
+            f"two sets of units have one name: {[unit_set.name for unit_set in units]}; each "
             "needs its own"
         )
-    for one in units:
-        line = [one]
+    for unit_set in units:
+        line = [unit_set]
         while (name := line[-1].parent) is not None:
             if (
                 name not in named
@@ -759,31 +761,35 @@ def pruned(units: Sequence[Units]) -> list[Units]:
     Units inside others that never move lose their parent.
     """
     carried = set()
-    for one in units:
+    for unit_set in units:
         carried |= (
-            {one.name} if "permute" in one.moves or one.parent in carried else set()
+            {unit_set.name}
+            if "permute" in unit_set.moves or unit_set.parent in carried
+            else set()
         )
-    kept = []
+    remaining = []
     carriers = set()
-    for one in reversed(units):
+    for unit_set in reversed(units):
         axes = (
-            one.axes
-            if one.name in carriers
-            else tuple(axis for axis in one.axes if axis.touched(one.moves))
+            unit_set.axes
+            if unit_set.name in carriers
+            else tuple(axis for axis in unit_set.axes if axis.touched(unit_set.moves))
         )
-        if axes or one.name in carriers:
-            kept.append(
+        if axes or unit_set.name in carriers:
+            remaining.append(
                 replace(
-                    one, axes=axes, parent=one.parent if one.parent in carried else None
+                    unit_set,
+                    axes=axes,
+                    parent=unit_set.parent if unit_set.parent in carried else None,
                 )
             )
-            carriers.add(kept[-1].parent)
-    return kept[::-1]
+            carriers.add(remaining[-1].parent)
+    return remaining[::-1]
 
 
 def table(units: Mapping[str, Units]) -> str:
     """Format units as aligned lines; units inside others follow these, indented."""
-    return tables.table(unit_rows(units), left=(0, 2, 3))
+    return tables.table(unit_rows(units), left_aligned=(0, 2, 3))
 
 
 def unit_rows(units: Mapping[str, Units]) -> list[tuple[str, ...]]:
@@ -791,19 +797,21 @@ def unit_rows(units: Mapping[str, Units]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("units", "number", "moves", "axes")]
 
     def add(parent: str | None, indent: str) -> None:
-        for one in (own for own in units.values() if own.parent == parent):
-            axes = list(map(str, one.axes[:LISTED])) + [
-                f"... {len(one.axes) - LISTED} more"
-            ] * bool(one.axes[LISTED:])
+        for unit_set in (
+            candidate for candidate in units.values() if candidate.parent == parent
+        ):
+            axes = list(map(str, unit_set.axes[:LISTED])) + [
+                f"... {len(unit_set.axes) - LISTED} more"
+            ] * bool(unit_set.axes[LISTED:])
             rows.append(
                 (
-                    indent + one.name,
-                    one.number,
-                    ", ".join(m for m in MOVES if m in one.moves),
+                    indent + unit_set.name,
+                    unit_set.number,
+                    ", ".join(m for m in MOVES if m in unit_set.moves),
                     ", ".join(axes),
                 )
             )
-            add(one.name, indent + "  ")
+            add(unit_set.name, indent + "  ")
 
     add(None, "")
     return rows

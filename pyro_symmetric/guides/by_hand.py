@@ -532,12 +532,12 @@ def _require_independence(
 ) -> None:
     """Raise ``ValueError`` if a moved site depends on others, or others change as it
     is moved: their distributions are compared with those of another run."""
-    others = [
+    dependent = [
         name
         for name, msg in recorder.sites.items()
         if name not in joint.shapes and type(msg["fn"]).__name__ != "_Subsample"
     ]
-    if not others and len(joint.shapes) == 1:
+    if not dependent and len(joint.shapes) == 1:
         return
     with poutine.block():
         again = poutine.trace(guide).get_trace()
@@ -545,12 +545,12 @@ def _require_independence(
         value, _ = extract_provenance(joint.before(site, joint.values[site]))
         if not _alike(law, again.nodes[site]["fn"], value):
             raise _dependent(site)
-    if not others:
+    if not dependent:
         return
     replayed = poutine.trace(poutine.replay(guide, trace=_moved_trace(joint, recorder)))
     with poutine.block():  # plates of particles, too: all values are replayed
         moved = replayed.get_trace()
-    for name in others:
+    for name in dependent:
         value, _ = extract_provenance(recorder.sites[name]["value"])
         if not _alike(recorder.sites[name]["fn"], moved.nodes[name]["fn"], value):
             raise ValueError(

@@ -111,8 +111,8 @@ def unit_divergences(
     nats = {}
     for site, transform in action.layout.transforms.items():
         entries = Normal(loc[site], scale[site])
-        found = [by_site[site] for by_site in priors] or [nodes[site]["fn"]]
-        divergences = [_of_entries(entries, prior, transform) for prior in found]
+        site_priors = [by_site[site] for by_site in priors] or [nodes[site]["fn"]]
+        divergences = [_of_entries(entries, prior, transform) for prior in site_priors]
         nats[site] = torch.stack(divergences).mean(0)
     by_entry = action.layout.flatten(nats)
     sets = [by_entry[places].sum(-1) for places in unit_positions(action)]

@@ -655,11 +655,13 @@ def bridge(
     shift = math.log((1 - share) / share)
 
     def log_sides(x: float) -> float:
-        left = logsumexp(log_expit(guide - x - shift)) - math.log(len(guide) * share)
+        guide_side = logsumexp(log_expit(guide - x - shift)) - math.log(
+            len(guide) * share
+        )
         right = logsumexp(log_expit(x + shift - chains)) - math.log(
             chains.size * (1 - share)
         )
-        return float(left - right)
+        return float(guide_side - right)
 
     finite, margin = (
         np.concatenate([guide[np.isfinite(guide)], chains.ravel()]),
@@ -717,8 +719,8 @@ def _vectors(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
             f"posterior has {posterior.num_samples} draws of each chain; a bridge "
             "needs at least 4"
         )
-    every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
-    thinned = posterior.thin(min(every, posterior.num_samples // 4))
+    stride = max(1, posterior.num_chains * posterior.num_samples // num_samples)
+    thinned = posterior.thin(min(stride, posterior.num_samples // 4))
     vectors = layout.unconstrain(pick(thinned.samples, layout.site_shapes))
     require_finite({"vectors": vectors}, "posterior")
     if posterior.kind == "independent":

@@ -179,7 +179,7 @@ def _require_sizes(header: Json, tensors: Tensors) -> None:
             raise ValueError(f"{name} of {size} entries")
 
 
-def _of_sites(sites: Sequence[Json], like: Tensor) -> WeightsGuide:
+def _of_sites(sites: Sequence[Json], example: Tensor) -> WeightsGuide:
     """Set up a guide of a model with these sites and no data, with the device and dtype
     of a tensor.
     """
@@ -194,7 +194,7 @@ def _of_sites(sites: Sequence[Json], like: Tensor) -> WeightsGuide:
                 for name, size, subsample, dim in site["plates"]:
                     if name not in plates:
                         # drawing rows would permute all of them
-                        rows = torch.arange(subsample, device=like.device)
+                        rows = torch.arange(subsample, device=example.device)
                         plates[name] = pyro.plate(name, size, subsample=rows, dim=dim)
                     stack.enter_context(plates[name])
                 pyro.sample(
@@ -207,7 +207,7 @@ def _of_sites(sites: Sequence[Json], like: Tensor) -> WeightsGuide:
     def start(site: Message) -> Tensor:
         transform = biject_to(site["fn"].support)
         shape = site["fn"].shape()
-        return transform(like.new_zeros(transform.inverse_shape(shape)))
+        return transform(example.new_zeros(transform.inverse_shape(shape)))
 
     return WeightsGuide(model, start).setup()
 

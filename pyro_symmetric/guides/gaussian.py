@@ -184,8 +184,8 @@ def unit_positions(action: Action) -> list[Tensor]:
     sets = unit_sets(action.group, tuple(view))
     axes = [
         (name, axis)
-        for name, one in sets.items()
-        for axis in one.exclusive + one.shared
+        for name, unit_set in sets.items()
+        for axis in unit_set.exclusive + unit_set.shared
     ]
     parts: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
@@ -196,7 +196,7 @@ def unit_positions(action: Action) -> list[Tensor]:
         positions = positions[:, free[positions].all(0)]
         free[positions] = False
         parts[name].append(positions)
-    joined = [torch.cat(some, -1) for some in parts.values() if some]
+    joined = [torch.cat(pieces, -1) for pieces in parts.values() if pieces]
     return [positions for positions in joined if positions.numel()]
 
 

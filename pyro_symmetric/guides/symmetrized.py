@@ -172,8 +172,8 @@ class AutoSymmetrized(WeightsGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         if self.finds_symmetry:
             self._find(*args, **kwargs)
-        given = self.base.prototype_trace is not None
-        if not given:
+        was_set_up = self.base.prototype_trace is not None
+        if not was_set_up:
             # stock guides lose theirs when they are pickled
             self.base._model = self._model
             self.base._prototype_hide_fn = hidden_from_guides
@@ -193,7 +193,9 @@ class AutoSymmetrized(WeightsGuide):
         except Exception:
             # A refused guide isn't set up: the next call refuses it again.
             self.prototype_trace = None
-            self.base.prototype_trace = self.base.prototype_trace if given else None
+            self.base.prototype_trace = (
+                self.base.prototype_trace if was_set_up else None
+            )
             raise
 
     def _take(self, group: Group, estimator: OrbitEstimator | None) -> None:
@@ -337,10 +339,10 @@ def _base(
             )
         layout_of(base)  # raises unless it is set up
         plain: Any = getattr(base, "plain", base)
-        ours = isinstance(plain, WeightsGuide)
+        is_weights_guide = isinstance(plain, WeightsGuide)
         copied = (
             copy.deepcopy(plain)
-            if ours
+            if is_weights_guide
             else AutoGaussian(plain, plain_posterior(plain))
         )
         copied._pyro_context.used = False  # it hasn't run under any name yet

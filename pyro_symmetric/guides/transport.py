@@ -214,8 +214,8 @@ def _barycentre(
     moments = [
         to_gaussian(guide, name) for guide, name in zip(guides, names, strict=True)
     ]
-    for other in moments:
-        require_ends(moments[0], other)
+    for guide_moments in moments:
+        require_ends(moments[0], guide_moments)
     centre = barycentre_gaussians(moments, shares)
     if kinds == {False}:
         return centre

@@ -41,14 +41,15 @@ HEAD = (
 )
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Align rows of cells in columns; the columns ``left`` to the left, the others to
+def table(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = (0,)) -> str:
+    """Align rows of cells in columns; the columns ``left_aligned`` to the left, the others to
     the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
-            f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)
+            f"{c:{'<' if i in left_aligned else '>'}{widths[i]}}"
+            for i, c in enumerate(row)
         )
         for row in rows
     )

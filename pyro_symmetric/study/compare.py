@@ -232,11 +232,11 @@ def fit_and_save(
     scratch = scratch_path(out, method)
     start = time.perf_counter()
     resumed = scratch.exists()
-    own = replace(problem, seed=seed, scratch=scratch)
+    own_problem = replace(problem, seed=seed, scratch=scratch)
 
     def attempt() -> list[Fit]:
         with own_randomness(seed, problem.x.device):
-            return list(method.fit(own, method.parts, progress))
+            return list(method.fit(own_problem, method.parts, progress))
 
     try:
         fits = attempt()

@@ -142,13 +142,13 @@ def reference_of(
 
 
 def between(
-    first: Draws, second: Draws, symmetry: Symmetry, like: Distances | None = None
+    first: Draws, second: Draws, symmetry: Symmetry, reference: Distances | None = None
 ) -> Distances:
     """Measure distances between two samples: of predictions, of weights as drawn, and
     with symmetries removed, in the frame that brings the draws of both closest
     together.
 
-    :param like: earlier distances, whose kernels are reused.
+    :param reference: earlier distances, whose kernels are reused.
     """
     distances = {
         "prediction": {
@@ -157,7 +157,7 @@ def between(
     }
     removed = pooled_frame([first.canonical, second.canonical], symmetry)
     for kind, (p, q) in {"raw": (first.raw, second.raw), "removed": removed}.items():
-        kernels = None if like is None else like[kind]["mmd"]
+        kernels = None if reference is None else reference[kind]["mmd"]
         distances[kind] = {
             "mmd": mmd(p, q, bandwidths=kernels),
             "wasserstein": marginal_wasserstein(p, q),
@@ -246,12 +246,12 @@ def _contradictions(rows: Mapping[str, Json]) -> Iterator[str]:
     for name, bound in bounds.items():
         if afterwards is None or not name.startswith("symmetrized"):
             continue
-        elbo, other = bound["symmetrized_elbo"], afterwards["symmetrized_elbo"]
+        elbo, other_elbo = bound["symmetrized_elbo"], afterwards["symmetrized_elbo"]
         error = math.hypot(bound["symmetrized_error"], afterwards["symmetrized_error"])
-        if elbo < other - 2 * error:
+        if elbo < other_elbo - 2 * error:
             yield (
                 f"{name} was trained for the symmetrised ELBO, but its own, {elbo:,.1f}, "
-                f"is below that of mean-field symmetrised afterwards, {other:,.1f} "
+                f"is below that of mean-field symmetrised afterwards, {other_elbo:,.1f} "
                 f"(standard error of the difference {error:.1f}): it hasn't converged, "
                 "so give it more steps."
             )
@@ -314,8 +314,8 @@ def _distance(label: str, draws: Draws, reference: Reference, problem: Problem) 
 def _training_scores(weights: Weights, problem: Problem) -> Json:
     """Score some training rows by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
-    kept = evenly_spaced(len(first_value(weights)), TRAINING_DRAWS)
-    prediction = predictive(select_rows(weights, kept), problem, problem.x[rows])
+    chosen = evenly_spaced(len(first_value(weights)), TRAINING_DRAWS)
+    prediction = predictive(select_rows(weights, chosen), problem, problem.x[rows])
     return _scores(prediction, problem, problem.y[rows])
 
 
@@ -341,16 +341,16 @@ def _replicates(
     """Return the numbers of scores without each of :data:`GROUPS` groups of rows."""
     groups = groups_of(len(y)).to(y.device)
     beyond = None if outside is None else groups_of(outside.shape[1]).to(y.device)
-    found = []
+    replicates = []
     for group in range(GROUPS):
         rows = groups != group
         if isinstance(prediction, tuple):
             members: Prediction = (prediction[0][:, rows], prediction[1])
         else:
             members = prediction[:, rows]
-        other = None if outside is None else outside[:, beyond != group]
-        found.append(_numbers(_scores(members, problem, y[rows], other)))
-    return found
+        outside_rows = None if outside is None else outside[:, beyond != group]
+        replicates.append(_numbers(_scores(members, problem, y[rows], outside_rows)))
+    return replicates
 
 
 def groups_of(count: int) -> Tensor:
@@ -370,13 +370,13 @@ def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
     errors, by path, of scores and of these differences, which share their rows.
     """
     scores = _numbers(draws.scores)
-    theirs = _numbers(reference.scores) if reference else {}
+    of_reference = _numbers(reference.scores) if reference else {}
     errors, paired = {}, {}
     for name, score in scores.items():
         replicates = [numbers[name] for numbers in draws.replicates]
         errors[f"prediction/{name}"] = _jackknife(replicates)
-        if reference and name in theirs:  # a network alone has fewer
-            paired[name] = score - theirs[name]
+        if reference and name in of_reference:  # a network alone has fewer
+            paired[name] = score - of_reference[name]
             pairs = zip(replicates, reference.replicates, strict=True)
             differences = [first - second[name] for first, second in pairs]
             errors[f"paired/{name}"] = _jackknife(differences)
@@ -409,8 +409,8 @@ def _modulo(posterior: Posterior, problem: Problem) -> Weights:
     if count <= most:
         return frame_of_orbits(posterior, symmetry).samples
     canonical = canonical_frame(posterior, symmetry)
-    kept = select_rows(canonical.get_samples(), evenly_spaced(count, most))
-    frame = one_frame(kept, symmetry)
+    compared = select_rows(canonical.get_samples(), evenly_spaced(count, most))
+    frame = one_frame(compared, symmetry)
     means = map_values(lambda value: value.mean(0), frame)
     # a weight that never changes has a deviation, too
     deviations = map_values(lambda value: value.std(0).clamp(min=1e-6), frame)

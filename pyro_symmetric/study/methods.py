@@ -96,9 +96,9 @@ METHODS: dict[str, Method] = {}
 
 
 def register(
-    name: str, budget: Json, **more: Any
+    name: str, budget: Json, **further: Any
 ) -> Callable[[FitFunction], FitFunction]:
-    """Register a function as a method; ``more`` are fields of :class:`Method`.
+    """Register a function as a method; ``further`` are fields of :class:`Method`.
 
     :raises ValueError: if the name is taken.
     """
@@ -108,7 +108,7 @@ def register(
             raise ValueError(
                 f"there is a method {name!r} already; give this one another name"
             )
-        METHODS[name] = Method(name, fit, budget, **more)
+        METHODS[name] = Method(name, fit, budget, **further)
         return fit
 
     return registered
@@ -129,7 +129,7 @@ def make_method(title: str, quick: bool = False) -> Method:
         )
     method = METHODS[name]
     budget = {**method.budget, **(method.quick if quick else {})}
-    for part, _, text in (one.partition("=") for one in asked):
+    for part, _, text in (option.partition("=") for option in asked):
         if part not in budget:
             hint = did_you_mean(part, budget)
             raise ValueError(

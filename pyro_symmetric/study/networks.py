@@ -145,7 +145,11 @@ def laplace_last_layer(problem: Problem, budget: Any, progress: bool) -> Iterato
 
 
 def train(
-    problem: Problem, budget: Any, progress: bool, steps: int | None = None, **more: Any
+    problem: Problem,
+    budget: Any,
+    progress: bool,
+    steps: int | None = None,
+    **further: Any,
 ) -> Posterior:
     """Train ``modes`` networks, each to a mode of the posterior, for about ``steps``
     steps (default: the budget's).
@@ -162,7 +166,7 @@ def train(
         "progress": progress,
     }
     return ensemble(
-        problem.model, (problem.x, problem.y), budget.modes, **{**options, **more}
+        problem.model, (problem.x, problem.y), budget.modes, **{**options, **further}
     )
 
 
@@ -257,10 +261,10 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
     :param rate: the probability of dropping a unit.
     """
     batch = outgoing.batch_shape(weights)
-    like = first_value(weights)
+    example = first_value(weights)
     factors = {
         name: (
-            torch.rand(*batch, *units.shape, dtype=like.dtype, device=like.device)
+            torch.rand(*batch, *units.shape, dtype=example.dtype, device=example.device)
             >= rate
         )
         / (1 - rate)
@@ -283,7 +287,7 @@ def _laplace(
     modes = [select_rows(weights, k) for k in range(budget.modes)]
     drawn = [_laplace_draws(problem, mode, draws, structure, subset) for mode in modes]
     samples = {
-        site: torch.stack([own[site] for own in drawn])
+        site: torch.stack([draw[site] for draw in drawn])
         for site in problem.model.site_shapes
     }
     yield independent_fit(samples, trained, problem)
@@ -302,7 +306,7 @@ def _laplace_draws(
     net = copy.deepcopy(model.net).requires_grad_(True)
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
     net.load_state_dict(pick(mode, shapes), strict=False)
-    more: Json = (
+    further: Json = (
         {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
     )
     if subset == "last_layer":
@@ -315,7 +319,7 @@ def _laplace_draws(
             raise ValueError(
                 "a last-layer Laplace approximation needs a network with an nn.Linear"
             )
-        more["last_layer_name"] = linear[-1]
+        further["last_layer_name"] = linear[-1]
         shapes = {
             name: shape
             for name, shape in shapes.items()
@@ -335,7 +339,7 @@ def _laplace_draws(
         hessian_structure=structure,
         prior_precision=precisions,
         temperature=model.likelihood.temperature,
-        **more,
+        **further,
     )
     targets = (
         problem.y

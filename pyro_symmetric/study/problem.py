@@ -174,7 +174,9 @@ class StudySettings:
         """Return the prior of the network's parameters."""
         scales = {
             pattern: float(scale)
-            for pattern, _, scale in (one.rpartition("=") for one in self.prior_scale)
+            for pattern, _, scale in (
+                scale_of_sites.rpartition("=") for scale_of_sites in self.prior_scale
+            )
         }
         return GaussianPrior(scales.pop("", 1.0), self.prior_fan_in, scales)
 

@@ -101,20 +101,20 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     alignment. With modes=2 or more, all fits are aligned with the first and pooled, and
     the midpoints are their barycentres."""
     fits = [_mean_field(problem, budget, progress) for _ in range(max(2, budget.modes))]
-    first, *others = (guide for guide, _ in fits)
+    first, *later_guides = (guide for guide, _ in fits)
     finite = problem.symmetry.finite
     moved, before, after = [], [], []
-    for other in others:
-        found = align(other, first, finite, cost="wasserstein", progress=progress)
-        moved.append(push_forward(other, found.element))
+    for later_guide in later_guides:
+        found = align(later_guide, first, finite, cost="wasserstein", progress=progress)
+        moved.append(push_forward(later_guide, found.element))
         before.append(found.initial_cost)
         after.append(found.cost)
     drawn = moved if budget.modes == 1 else [first, *moved]
-    both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
+    pooled_draws = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
     data = problem.dataset
     rows = {"train": (data.train_x, data.train_y), "test": (data.test_x, data.test_y)}
     curves = {}
-    for name, end in {"aligned": moved[0], "unaligned": others[0]}.items():
+    for name, end in {"aligned": moved[0], "unaligned": later_guides[0]}.items():
         curves[name] = loss_barrier(
             first,
             end,
@@ -128,9 +128,12 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
         "squared_wasserstein_before": statistics.fmean(before),
         "squared_wasserstein_after": statistics.fmean(after),
     }
-    yield Fit(both.posterior, {**both.found, "barrier": curves, "details": details})
+    yield Fit(
+        pooled_draws.posterior,
+        {**pooled_draws.found, "barrier": curves, "details": details},
+    )
     yield _fit(problem, barycentre([first, *moved]), [])
-    yield _fit(problem, barycentre([first, *others]), [])
+    yield _fit(problem, barycentre([first, *later_guides]), [])
 
 
 # small steps --------------------------------------------------------------------------

@@ -197,14 +197,14 @@ class Kernel(metaclass=_KernelType):
 # random numbers, never from global generators -----------------------------------------
 
 
-def normal(like: Tensor, generator: Generator) -> Tensor:
-    """Draw standard normal numbers with the shape, dtype and device of ``like``."""
-    return torch.empty_like(like).normal_(generator=generator)
+def normal(example: Tensor, generator: Generator) -> Tensor:
+    """Draw standard normal numbers with the shape, dtype and device of ``example``."""
+    return torch.empty_like(example).normal_(generator=generator)
 
 
-def uniform(like: Tensor, generator: Generator) -> Tensor:
-    """Draw uniform numbers in [0, 1) with the shape, dtype and device of ``like``."""
-    return torch.empty_like(like).uniform_(generator=generator)
+def uniform(example: Tensor, generator: Generator) -> Tensor:
+    """Draw uniform numbers in [0, 1) with the shape, dtype and device of ``example``."""
+    return torch.empty_like(example).uniform_(generator=generator)
 
 
 def mini_batches(
