@@ -217,6 +217,11 @@ class BayesianModel(nn.Module):
                         "parameter's shape (did you forget .to_event?)"
                     )
             latents = self.likelihood.latents(example)
+            if clash := (latents.keys() | {"y", "data"}) & priors.keys():
+                raise ValueError(
+                    f"the network's parameters {sorted(clash)} have names of the "
+                    "likelihood's sites"
+                )
             self._prior_cache = ((example.device, example.dtype), {**priors, **latents})
         return self._prior_cache[1]
 

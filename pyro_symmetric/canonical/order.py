@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def sides(group: Group, name: str, move: Move) -> Sides:
     axes = _moved_axes(group, name, move)
     weight_sites = set(group.weight_sites)
 
-    def rank(side: Axes) -> tuple[bool, bool, bool, list[str]]:
+    def rank(side: Axes) -> tuple[Any, ...]:
         biased = any(axis.site not in weight_sites for axis in side)
         has_rows = any(declared[axis].dim == 0 for axis in side)
         return not side, not biased, not has_rows, [axis.site for axis in side]

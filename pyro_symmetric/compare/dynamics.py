@@ -43,6 +43,13 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     :returns: ``batch_shape``, float64; 1 if ``n < 2``.
     """
     n = first.shape[-1]
+    for name, orders in (("first", first), ("second", second)):
+        identity = torch.arange(n, device=orders.device)
+        if orders.shape[-1] != n or not (orders.sort(-1).values == identity).all():
+            raise ValueError(
+                f"{name} has shape {tuple(orders.shape)}; each row must be a "
+                f"permutation of 0 .. {n - 1}"
+            )
     shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
     # The position in the second order of each unit, listed in the first order: descents
     # are swapped pairs.

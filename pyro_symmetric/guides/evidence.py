@@ -292,7 +292,9 @@ def evidence(
     if is_auto(symmetry):
         symmetry = _of_guide(guide, posterior)
     layout = layout_of(guide)
-    group = group_of(symmetry or Group([], layout.site_shapes)).compact
+    if symmetry is None:
+        symmetry = Group([], layout.site_shapes)
+    group = group_of(symmetry).compact
     model = None
     if log_joint is None:
         if guide._raw_model is None:

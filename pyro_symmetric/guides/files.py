@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.arguments import Device, Json
+from pyro_symmetric.arguments import Device, Json, instance
 from pyro_symmetric.distributions import (
     ExactOrbit,
     InfoNCE,
@@ -61,6 +61,11 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     :raises ValueError: for a guide that isn't set up, or holds NaN or infinite values.
     :raises OSError: if the file can't be written.
     """
+    wanted = (
+        "an AutoGuide; of a guide written by hand save the parameters, "
+        "pyro.get_param_store() or its module's state_dict()"
+    )
+    instance("guide", guide, AutoGuide, wanted)
     header: Json = {"sites": _sites_of(guide), "group": None}
     require_finite(dict(guide.named_parameters()), "guide")
     moments = AutoGaussian(guide, plain_posterior(guide))

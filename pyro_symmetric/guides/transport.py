@@ -87,6 +87,11 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
         supports don't fit.
     """
     action = _affine_action(element, guide)
+    if element.batch_shape:
+        raise ValueError(
+            f"element is a batch of shape {tuple(element.batch_shape)}; a guide is "
+            "pushed forward by one element, such as element.select(0)"
+        )
     normal = in_blocks(plain_posterior(guide))
     group = element.group
     # (A w)_i = factor_i w_{source_i}
@@ -188,6 +193,8 @@ def barycentre(
         form.
     """
     guides = arguments.listed("guides", guides, object, "guides, or of weights")
+    if not guides:
+        raise ValueError("guides is empty; a barycentre needs at least one")
     shares = as_tensor(
         [1.0] * len(guides) if weights is None else weights, dtype=torch.float64
     )
