@@ -358,6 +358,24 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ps.scores.classification(torch.randn(4, 6, 2), Y),
         ("probabilities", "logits"),
     ),
+    "orders that repeat a unit": (
+        lambda: ps.compare.kendall_tau(torch.tensor([0, 0]), torch.tensor([0, 1])),
+        ("first has shape (2,)", "permutation of 0 .. 1"),
+    ),
+    "barycentre of nothing": (
+        lambda: ps.barycentre([]),
+        ("guides is empty", "at least one"),
+    ),
+    "save a function": (
+        lambda: ps.save_guide(unnamed_plate, "guide.safetensors"),  # type: ignore[arg-type]
+        ("guide is a function", "AutoGuide"),
+    ),
+    "evidence modulo a tensor": (
+        lambda: ps.evidence(
+            ps.AutoSymmetrized(MODEL, GROUP).setup(X, Y), X, Y, symmetry=X
+        ),
+        ("symmetry is a tensor (6, 2)", "Group"),
+    ),
     # another network's symmetry
     "align, another's symmetry": (lambda: ps.align(NET, NET, ANOTHER), APART),
     "align_many, another's symmetry": (
