@@ -516,16 +516,16 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
             for name, p in module.named_parameters(recurse=False)
         }
         # a tied parameter belongs to its first module
-        member_names = keep_names(names, members)
+        own_parameters = keep_names(names, members)
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
-        if not member_names or not callable(reset):
+        if not own_parameters or not callable(reset):
             continue
-        is_reset |= member_names.keys()
+        is_reset |= own_parameters.keys()
         for member in range(count):
             reset()
-            for name, parameter in member_names.items():
+            for name, parameter in own_parameters.items():
                 members[name][member] = parameter.detach()
     varying = [
         name

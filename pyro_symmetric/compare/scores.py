@@ -88,8 +88,8 @@ def classification(
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
     curve = _calibration_curve(confidence, correct, num_bins)
     misses = (curve.accuracy - curve.confidence).abs().nan_to_num(0.0)
-    gaps = (correct - confidence)[confidence.argsort(stable=True)]
-    bins = gaps.tensor_split(min(num_bins, len(gaps)))
+    residuals = (correct - confidence)[confidence.argsort(stable=True)]
+    bins = residuals.tensor_split(min(num_bins, len(residuals)))
     least = torch.finfo(probabilities.dtype).tiny
     inside = _uncertainties(members)
     outside: ByName = {}
@@ -105,8 +105,8 @@ def classification(
         accuracy=float(correct.mean()),
         nll=float(-of_label.clamp(min=least).log().mean()),
         brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
-        ece=float((misses * curve.count).sum() / len(gaps)),
-        adaptive_ece=float(sum(part.sum().abs() for part in bins)) / len(gaps),
+        ece=float((misses * curve.count).sum() / len(residuals)),
+        adaptive_ece=float(sum(part.sum().abs() for part in bins)) / len(residuals),
         uncertainty=_means(inside),
         uncertainty_ood=_means(outside),
         detection={name: detect(inside[name], outside[name]) for name in outside},
@@ -393,10 +393,10 @@ def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
     ``(E + 1, N, ...)``.
     """
     slope = 0.5**0.5 / scale
-    signs = []
+    erfs = []
     for part in edges.split(max(1, _CHUNK_ENTRIES // means.numel())):
-        signs.append(torch.erf((part[:, None] - means) * slope).mean(1))
-    below = (1 + torch.cat(signs)) / 2
+        erfs.append(torch.erf((part[:, None] - means) * slope).mean(1))
+    below = (1 + torch.cat(erfs)) / 2
     return nn.functional.pad(below, (0, 0, 0, 0, 1, 0)).diff(
         dim=0, append=torch.ones_like(below[:1])
     )

@@ -173,7 +173,7 @@ class _Facts:
         relations = self.flow.relations
         child, parent = (self.unit[atoms] for atoms in _ends(relations))
         number = np.repeat(
-            [fact.number for fact in relations], [len(fact.one) for fact in relations]
+            [fact.number for fact in relations], [len(fact.atoms) for fact in relations]
         ).astype(np.int64)
         proper = child != parent
         rows = distinct_rows(number[proper], child[proper], parent[proper])[0]
@@ -423,15 +423,15 @@ class _Nesting:
                 count, label = components(
                     len(in_a) + len(in_b), parent_a[pairs], parent_b[pairs] + len(in_a)
                 )
-                first_half, right = np.split(label, [len(in_a)])
+                label_a, label_b = np.split(label, [len(in_a)])
                 if (
-                    np.bincount(first_half, minlength=count)
-                    * np.bincount(right, minlength=count)
+                    np.bincount(label_a, minlength=count)
+                    * np.bincount(label_b, minlength=count)
                 ).sum() != len(pairs):
                     raise self._not_nested(a if len(in_a) <= len(in_b) else b)
                 common = self.cells[a].parents.keys() & self.cells[b].parents.keys()
                 if count > 1 and all(self.cells[c].size != count for c in common):
-                    implied += [(in_a, new + first_half), (in_b, new + right)]
+                    implied += [(in_a, new + label_a), (in_b, new + label_b)]
                     new += count
         return implied
 
@@ -647,13 +647,13 @@ class _Builder:
                 chosen = np.flatnonzero(cells == number)
                 units = self.solution.place[classes[chosen]]
                 parents = self.cells[number].parents
-                for cell, members in [
+                for cell, units_of_cell in [
                     (number, units),
                     *((up, parent_of[units]) for up, parent_of in parents.items()),
                 ]:
                     if cell in self.rank:
                         units_of.setdefault(cell, np.full(len(atoms), -1))[chosen] = (
-                            members
+                            units_of_cell
                         )
         self.in_images.update(units_of if leaf.kernel and leaf.value.dim > 2 else ())
         return units_of
@@ -830,8 +830,8 @@ def unified(flow: Flow) -> tuple[int, Array]:
 
 def _ends(facts: Sequence[Fact]) -> tuple[Array, Array]:
     """Return the atoms at both ends of facts, one after the other."""
-    one = np.concatenate([NOTHING, *(fact.one for fact in facts)])
-    return one, np.concatenate([NOTHING, *(fact.other for fact in facts)])
+    atoms = np.concatenate([NOTHING, *(fact.atoms for fact in facts)])
+    return atoms, np.concatenate([NOTHING, *(fact.partners for fact in facts)])
 
 
 class DistinctRows(NamedTuple):
@@ -856,12 +856,12 @@ def distinct_rows(*columns: Array) -> DistinctRows:
     return DistinctRows(order[new], inverse, np.bincount(inverse))
 
 
-def components(size: int, first: Array, second: Array) -> tuple[int, Array]:
+def components(size: int, firsts: Array, seconds: Array) -> tuple[int, Array]:
     """Find the connected components of a graph: their number, and the component of each
     node.
     """
     graph = coo_matrix(
-        (np.ones(len(first), dtype=np.int8), (first, second)), shape=(size, size)
+        (np.ones(len(firsts), dtype=np.int8), (firsts, seconds)), shape=(size, size)
     )
     count, label = connected_components(graph, directed=False)
     return count, label.astype(np.int64)

@@ -224,16 +224,21 @@ def independent_of_others(
     """
     remaining = dict(bases)
     for cell, basis in bases.items():
-        proposals = list[Proposal]()
+        multipliers_of_others = list[Proposal]()
         for spanning, vectors in bases.items():
             if spanning.units.name in cell.spanning:
-                proposals += [(spanning, vector) for vector in vectors]
+                multipliers_of_others += [(spanning, vector) for vector in vectors]
         # a lone unit's rows and columns may cancel
-        if basis and (proposals or cell.units.count == 1):
+        if basis and (multipliers_of_others or cell.units.count == 1):
             basis = sorted(basis, key=np.count_nonzero)
-            multipliers = [*proposals, *((cell, vector) for vector in basis)]
+            multipliers = [
+                *multipliers_of_others,
+                *((cell, vector) for vector in basis),
+            ]
             entries = exponents_of_entries(multipliers, cell.units.count, shapes)
-            chosen = [k - len(proposals) for k in independent(entries, modulo_two)]
+            chosen = [
+                k - len(multipliers_of_others) for k in independent(entries, modulo_two)
+            ]
             remaining[cell] = [basis[k] for k in chosen if k >= 0]
     return remaining
 

@@ -402,7 +402,7 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             if len(pins):
                 reason = "each of its units plays a role of its own"
                 if (number := pins[counts.argmax()]) >= 0:
-                    target = flow.refinements[number].one
+                    target = flow.refinements[number].atoms
                     why = flow.origins[flow.refinements[number].number]
                     reason = (
                         f"pinned {why}"

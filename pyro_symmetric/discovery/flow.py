@@ -127,12 +127,14 @@ class Leaf:
 
 
 class Fact(NamedTuple):
-    """A statement of an operator about two arrays of atoms, or about atoms and their
-    colours.
+    """A statement of an operator about atoms.
+
+    :param partners: atom by atom, the one it is unified with, its parent, or its
+        colour.
     """
 
-    one: Array
-    other: Array
+    atoms: Array
+    partners: Array
     number: int
 
 
@@ -822,8 +824,8 @@ class Flow:
         """State which units of different operands are the same, or members of each
         other.
         """
-        for (parts, _), (second_parts, _) in combinations(terms, 2):
-            for first, second in product(parts, second_parts):
+        for (parts, _), (parts_of_second, _) in combinations(terms, 2):
+            for first, second in product(parts, parts_of_second):
                 common = tuple(axis for axis in first.axes if axis in second.axes)
                 if first.axes == second.axes:
                     self.unify(first.atoms, second.atoms)
@@ -839,8 +841,8 @@ class Flow:
             for part in parts:
                 self.occur(part.atoms)
                 for fixed in (
-                    term_parts & set(part.axes)
-                    for i, (_, term_parts) in enumerate(terms)
+                    term_letters & set(part.axes)
+                    for i, (_, term_letters) in enumerate(terms)
                     if i != number
                 ):
                     if fixed:

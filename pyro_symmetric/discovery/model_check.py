@@ -298,8 +298,10 @@ def _remedy(
         axes += () if len(axes) < len(units.axes) else (Axis(site, dim, index, 1),)
         if not axes:
             continue
-        repaired = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
-        if not broken_moves(repaired, change)[0]:
+        amended_group = Group(
+            [replace(units, axes=axes)], {**group.site_shapes, **shapes}
+        )
+        if not broken_moves(amended_group, change)[0]:
             if (
                 broken.move == "flip"
                 and (site, dim) in places

@@ -104,10 +104,10 @@ def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
         for k, (calls, sites) in enumerate(run):
             repeats.block.update((site, (number, k)) for site in sites)
             repeats.stand_in.update(zip(sites, run[0].sites, strict=True) if k else ())
-            for node, first_call in (
+            for node, second_call in (
                 zip(calls, run[1].calls, strict=True) if k > 1 else ()
             ):
-                node.replace_all_uses_with(first_call)
+                node.replace_all_uses_with(second_call)
         for node in reversed([node for block in run[2:] for node in block.calls]):
             graph.erase_node(node)
         laws = [
@@ -145,25 +145,25 @@ def copies(
     ]
     column = {key: number for number, key in enumerate(keys)}
     # the column of its place in the other block
-    swapped = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
-    unlike = vectors - vectors[:, swapped]
-    equal = vanishing(vectors, unlike, modulo_two)
-    single, runs = list[Array](), list[int]()
+    counterpart = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
+    difference = vectors - vectors[:, counterpart]
+    equal = vanishing(vectors, difference, modulo_two)
+    in_first, runs = list[Array](), list[int]()
     for run in sorted({run for run, _ in blocks} - {-1}):
         elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
         own = vanishing(vectors, elsewhere, modulo_two)
-        single, runs = [*single, *own], [*runs, *(run for _ in own)]
+        in_first, runs = [*in_first, *own], [*runs, *(run for _ in own)]
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]
-    pairs = vanishing(vectors, np.hstack([unlike, outside]), modulo_two)
-    images = [*single, *(vector[swapped] for vector in single)]
+    pairs = vanishing(vectors, np.hstack([difference, outside]), modulo_two)
+    in_either = [*in_first, *(vector[counterpart] for vector in in_first)]
 
     def rank(rows: Sequence[Array]) -> int:
         return len(independent(np.array(rows), modulo_two))
 
-    candidates = [*images, *equal]
-    if rank([*images, *pairs]) > len(images) or not (
+    candidates = [*in_either, *equal]
+    if rank([*in_either, *pairs]) > len(in_either) or not (
         rank(candidates) == rank([*vectors, *candidates]) == len(basis)
     ):
         raise UnequalBlocks
@@ -172,11 +172,11 @@ def copies(
     copied = list[Array]()
     for k in independent(np.array(candidates), modulo_two):
         numbers = candidates[k][lookup]
-        if k < len(single):
+        if k < len(in_first):
             for block in sorted({place for place in places if place[0] == runs[k]}):
                 inside = [place == block for place in places]
                 copied.append(np.where(inside, numbers, 0))
-        elif k >= len(images):  # the second block's are the first one's
+        elif k >= len(in_either):  # the second block's are the first one's
             copied.append(numbers)
     return [tuple(map(int, numbers)) for numbers in copied]
 
@@ -323,8 +323,8 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
     """
     place = {
         site: (k, i)
-        for k, block_sites in enumerate(sites)
-        for i, site in enumerate(block_sites)
+        for k, laws_of_block in enumerate(sites)
+        for i, site in enumerate(laws_of_block)
     }
     inner: list[set[frozenset[Any]]] = [set() for _ in sites]
     for axes in laws:
@@ -338,7 +338,7 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
             inner[touched[0]].add(frozenset(images[touched[0]]))
         elif touched and any(image != images[0] for image in images):
             return False
-    return all(block_sites == inner[0] for block_sites in inner)
+    return all(laws_of_block == inner[0] for laws_of_block in inner)
 
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -275,8 +275,10 @@ def matmul(flow: Flow, first: Value, second: Value) -> Value:
     rows = "r" if first.dim > 1 else ""
     columns = "c" if second.dim > 1 else ""
     first_letters = f"...{rows}i" if rows else "i"
-    right = f"...i{columns}" if columns else "i"
-    return flow.einsum(f"{first_letters},{right}->...{rows}{columns}", first, second)
+    second_letters = f"...i{columns}" if columns else "i"
+    return flow.einsum(
+        f"{first_letters},{second_letters}->...{rows}{columns}", first, second
+    )
 
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
@@ -407,10 +409,10 @@ def _images(flow: Flow, value: Value, dims: int) -> Value:
 
 def _channels(flow: Flow, value: Value, dims: int) -> Value:
     """Drop the last ``dims`` axes, those of pixels, along which units are pinned."""
-    spatial = range(value.dim - dims)
-    value = flow.told_apart(value, spatial)
+    kept_axes = range(value.dim - dims)
+    value = flow.told_apart(value, kept_axes)
     return Value(
-        value.shape[: len(spatial)], value.parts, value.fixed.intersection(spatial)
+        value.shape[: len(kept_axes)], value.parts, value.fixed.intersection(kept_axes)
     )
 
 

@@ -349,10 +349,10 @@ class Trials:
                 power[0] = 1.0
             powers[proposal] = power
 
-        def change(chosen: Sequence[Proposal]) -> bool:
+        def change(subset: Sequence[Proposal]) -> bool:
             """Return whether these proposals together change outputs."""
             moved = self._moved(
-                point, {proposal: powers[proposal] for proposal in chosen}, factor
+                point, {proposal: powers[proposal] for proposal in subset}, factor
             )
             with torch.no_grad():
                 outputs = self.network.outputs(moved, point.inputs)

@@ -333,8 +333,8 @@ def broken_moves(
     broken = list[BrokenMove]()
     if together.broken:
         for move in guilty(moves, lambda suspects: worst(suspects).broken):
-            singly = worst([move])
-            broken.append(BrokenMove(*move, singly.size, singly.sites))
+            change_by_move = worst([move])
+            broken.append(BrokenMove(*move, change_by_move.size, change_by_move.sites))
     return tuple(broken), together.size
 
 
@@ -393,7 +393,7 @@ def trial_elements(
     enough = max(math.ceil(BITS / least), min(BITS, len(single)))
     for i in range(enough if trials is None else trials):
         # without the moves of large sets, the next changes fewer sites
-        patterns = [
+        moves_of_element = [
             move for move in moves if trials is not None or i * bits[move] < BITS
         ]
         element = group.sample(dtype=torch.float64)
@@ -405,7 +405,9 @@ def trial_elements(
             }
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(Element(group, permutations, signs, *element.parts[2:]), patterns)
+        yield only(
+            Element(group, permutations, signs, *element.parts[2:]), moves_of_element
+        )
 
 
 def _bits(group: Group, move: Move, name: str) -> float:

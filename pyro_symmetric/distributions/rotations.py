@@ -418,9 +418,11 @@ class _Proposals:
         draws.
         """
         matrices = self.form.linear.unflatten(-1, (self.size, self.size))
-        left_vectors, _, right = torch.linalg.svd(matrices)
+        left_vectors, _, right_vectors = torch.linalg.svd(matrices)
         reflected = torch.cat([left_vectors[..., :-1], -left_vectors[..., -1:]], -1)
-        factors = torch.stack([left_vectors @ right, reflected @ right], 1)
+        factors = torch.stack(
+            [left_vectors @ right_vectors, reflected @ right_vectors], 1
+        )
         return torch.cat([factors, self._haar(STARTS)], 1)
 
     def _climb(self, rotations: Tensor) -> Tensor:

@@ -953,39 +953,37 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
     return []
 
 
-def _normalises(multiplied: _Occupied, permuting: _Occupied, inside: bool) -> bool:
-    """Return whether permutations of some units map moves of others, maybe inside them,
-    to moves of these.
+def _normalises(permuting: _Occupied, moved: _Occupied, inside: bool) -> bool:
+    """Return whether permutations of ``permuting`` map the moves of ``moved``, which may
+    lie inside its units, to moves of ``moved``.
     """
-    units = multiplied.units
-    shifted = "shift" in permuting.units.moves
-    rotating = "rotate" in permuting.units.moves
-    permuted = "permute" in permuting.units.moves and permuting.units.size > 1
-    if shifted and multiplied.power:
+    units = permuting.units
+    shifts = "shift" in moved.units.moves
+    rotates = "rotate" in moved.units.moves
+    permutes = "permute" in moved.units.moves and moved.units.size > 1
+    if shifts and permuting.power:
         return False
     if (
         "permute" not in units.moves
         or units.size == 1
-        or not (permuted or permuting.power or shifted or rotating)
+        or not (permutes or moved.power or shifts or rotates)
     ):
         return True
-    if multiplied is permuting and not shifted:
+    if permuting is moved and not shifts:
         return True
-    positions = multiplied.positions.unflatten(-1, (units.copies, units.size))
-    unit = permuting.unit[positions]
-    block = permuting.block[positions]
-    if inside and not shifted:  # counted from the first inside each unit
+    positions = permuting.positions.unflatten(-1, (units.copies, units.size))
+    unit = moved.unit[positions]
+    block = moved.block[positions]
+    if inside and not shifts:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
         unit = torch.where(
-            unit < 0, unit, unit - first * (permuting.units.count // units.count)
+            unit < 0, unit, unit - first * (moved.units.count // units.count)
         )
     is_constant = bool((unit == unit[..., :1]).all())
-    if not permuted or not is_constant:
+    if not permutes or not is_constant:
         return is_constant
     # Sets of permuted units map to whole sets: a row of a table to a row.
-    cells = (block * permuting.units.copies + unit // permuting.units.size).flatten(
-        0, 1
-    )
+    cells = (block * moved.units.copies + unit // moved.units.size).flatten(0, 1)
     number = len(cells.unique(dim=0))
     return all(len(column.unique()) == number for column in cells.T)
 

@@ -223,8 +223,8 @@ def polar(scores: Tensor) -> Tensor:
     """Return the polar factor: of all orthogonal matrices, the one whose products with
     the scores ``(..., n, n)`` have the largest sum.
     """
-    left_vectors, _, right = torch.linalg.svd(scores)
-    return left_vectors @ right
+    left_vectors, _, right_vectors = torch.linalg.svd(scores)
+    return left_vectors @ right_vectors
 
 
 @functools.lru_cache(maxsize=16)

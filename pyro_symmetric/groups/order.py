@@ -148,9 +148,11 @@ class _Signs:
 
     def _joined(self) -> np.ndarray:
         """Label the bits so that equal ones have one label."""
-        first, right = np.concatenate(self.pairs, 1)
+        first_bits, second_bits = np.concatenate(self.pairs, 1)
         shape = (self.zero + 1, self.zero + 1)
-        edges = coo_array((np.ones(len(first)), (first, right)), shape=shape)
+        edges = coo_array(
+            (np.ones(len(first_bits)), (first_bits, second_bits)), shape=shape
+        )
         return connected_components(edges, directed=False)[1]
 
     def _between(self, equation: Equation, label: np.ndarray) -> Equation:

@@ -660,10 +660,10 @@ def bridge(
         guide_side = logsumexp(log_expit(guide - x - shift)) - math.log(
             len(guide) * share
         )
-        right = logsumexp(log_expit(x + shift - chains)) - math.log(
+        chain_side = logsumexp(log_expit(x + shift - chains)) - math.log(
             chains.size * (1 - share)
         )
-        return float(guide_side - right)
+        return float(guide_side - chain_side)
 
     finite, margin = (
         np.concatenate([guide[np.isfinite(guide)], chains.ravel()]),

@@ -333,14 +333,14 @@ class Posterior:
         )
         return replace(self, samples=samples, statistics=statistics)
 
-    def thin(self, step: int) -> Posterior:
-        """Keep every ``step``-th draw of each chain, the last one included, as a
+    def thin(self, every: int) -> Posterior:
+        """Keep every ``every``-th draw of each chain, the last one included, as a
         view.
         """
-        arguments.whole("step", step, 1)
+        arguments.whole("every", every, 1)
         return self.select(
             draws=slice(
-                (self.num_samples - 1) % step if self.num_samples else 0, None, step
+                (self.num_samples - 1) % every if self.num_samples else 0, None, every
             )
         )
 

@@ -115,8 +115,8 @@ def column(numbers: pd.DataFrame, path: str) -> pd.Series:
 
 def tables(methods: Rows, is_classification: bool) -> list[Json]:
     """Return the tables that hold any number."""
-    absent = "regression" if is_classification else "classification"
-    filled = [table_of(name, methods) for name in TABLES if name != absent]
+    inapplicable = "regression" if is_classification else "classification"
+    filled = [table_of(name, methods) for name in TABLES if name != inapplicable]
     return [entries for entries in filled if entries["rows"]]
 
 
@@ -391,7 +391,7 @@ def projections(projected: Projected, reference: str) -> Figure:
     # A few stray draws must not shrink all others to a dot.
     low, high = np.quantile(np.concatenate([*points.values()]), (0.005, 0.995), axis=0)
     margin = 0.15 * (high - low) + 1e-9
-    (lowest_x, bottom), (right, top) = low - margin, high + margin
+    (x_low, bottom), (right, top) = low - margin, high + margin
     xlabel, ylabel = (
         f"component {number} ({share:.0%} of variance)"
         for number, share in enumerate(projected.shares, 1)
@@ -403,7 +403,7 @@ def projections(projected: Projected, reference: str) -> Figure:
         x, y = points[method].T
         ax.scatter(x, y, s=7, alpha=0.5, color=BLUE, lw=0, label="the method")
         ax.set(title=method, xlabel=xlabel, ylabel=ylabel)
-        ax.set(xlim=(lowest_x, right), ylim=(bottom, top))
+        ax.set(xlim=(x_low, right), ylim=(bottom, top))
     return _with_legend(figure, ax)
 
 
