@@ -12,8 +12,8 @@ Each random loss adds one row for each unit to the matrix of these inner product
 columns are the axes; the exponents are the small integers of its null space. If a bias
 may be shifted, the entries of its gradient sum to zero.
 
-Gradients are those of a twin of the network, in which no scale passes, say, a clamp
-that its inputs don't reach. Signs obey the same law, modulo two, in a linearised twin
+Gradients are taken in a twin of the network, in which a clamp, say, blocks scales even
+where its inputs don't reach its bounds. Signs obey the same law, modulo two, in a linearised twin
 (:mod:`~pyro_symmetric.discovery.linear_twin`), in which each read of a parameter has a
 law of its own (:mod:`~pyro_symmetric.discovery.reads`). Whatever the law proposes is
 then tried on the network itself.
@@ -611,8 +611,8 @@ def _in_two_blocks(
     for cell in cells:
         axes = tuple(axis for axis in cell.axes if repeats.of(axis.site)[1] < 2)
         if any(repeats.of(axis.site)[1] == 0 for axis in axes):
-            parts[frozenset(repeats.images(axes))] = replace(cell, axes=axes)
-    return {cell: parts[frozenset(repeats.images(cell.axes))] for cell in cells}
+            parts[frozenset(repeats.keys(axes))] = replace(cell, axes=axes)
+    return {cell: parts[frozenset(repeats.keys(cell.axes))] for cell in cells}
 
 
 def _sums(value: Tensor, axis: Axis) -> Tensor:

@@ -118,8 +118,8 @@ def _size(cell: LawCell, products: Products) -> _Size:
 
 
 def dead_cells(cells: Sequence[LawCell], products: Products) -> list[LawCell]:
-    """Return the cells of which units are dead that would tell a null space, or an axis
-    has no gradient.
+    """Return the cells with an axis without gradient, or whose law has too few rows
+    only because units are dead.
     """
     dead = list[LawCell]()
     for cell in cells:
@@ -130,8 +130,8 @@ def dead_cells(cells: Sequence[LawCell], products: Products) -> list[LawCell]:
 
 
 def has_rows(cell: LawCell, products: Products) -> bool:
-    """Return whether live units give a cell's law as many rows as it needs, or never
-    will.
+    """Return whether live units give a cell's law as many rows as it needs, or all
+    units together could not.
     """
     rows, most, axes = _size(cell, products)
     return axes + 2 > most or rows >= min(3 * axes, axes + 4, most)
@@ -246,8 +246,8 @@ def independent_of_others(
 def exponents_of_entries(
     multipliers: Sequence[Proposal], count: int, shapes: Mapping[str, torch.Size]
 ) -> Array:
-    """Return the exponents of all entries if the first of so many units is multiplied;
-    equal columns once.
+    """Return a row for each multiplier: the exponents of all entries of its sites, if
+    the first of ``count`` units is multiplied; of equal columns one is kept.
     """
     columns = []
     for site in sorted({axis.site for cell, _ in multipliers for axis in cell.axes}):

@@ -278,8 +278,8 @@ class Flow:
         """Return a parameter's leaf: every position along every axis is a unit of its
         own until a fact ties or pins it.
 
-        A second pass that doesn't read the same slices of a matrix reads the same
-        columns in all of them.
+        If a second pass reads other slices of a matrix, its columns count as the same
+        in all slices.
         """
         if site not in self.leaves:
             parts = [Part((i,), self.fresh((n,))) for i, n in enumerate(shape)]

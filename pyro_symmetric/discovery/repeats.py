@@ -71,9 +71,9 @@ class Repeats(NamedTuple):
         """Return the run and the block to which a site belongs; -1 and 0 for none."""
         return self.block.get(site, (-1, 0))
 
-    def images(self, axes: Sequence[Axis]) -> list[Any]:
-        """Return what each axis shares with those in its place in other blocks, and
-        with no others.
+    def keys(self, axes: Sequence[Axis]) -> list[Any]:
+        """Return a key for each axis: equal for axes in the same place of other blocks,
+        and for no others.
         """
         return [
             (self.stand_in.get(axis.site, axis.site), *_along(axis)) for axis in axes
@@ -140,9 +140,7 @@ def copies(
         return []
     vectors = np.array(basis)
     blocks = [repeats.of(axis.site) for axis in two]
-    keys = [
-        (image, k) for image, (_, k) in zip(repeats.images(two), blocks, strict=True)
-    ]
+    keys = [(image, k) for image, (_, k) in zip(repeats.keys(two), blocks, strict=True)]
     column = {key: number for number, key in enumerate(keys)}
     # the column of its place in the other block
     counterpart = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
@@ -167,7 +165,7 @@ def copies(
         rank(candidates) == rank([*vectors, *candidates]) == len(basis)
     ):
         raise UnequalBlocks
-    lookup = [column[image, 0] for image in repeats.images(axes)]
+    lookup = [column[image, 0] for image in repeats.keys(axes)]
     places = [repeats.of(axis.site) for axis in axes]
     copied = list[Array]()
     for k in independent(np.array(candidates), modulo_two):

@@ -262,8 +262,10 @@ class Network:
         return Point(weights, example, self.outputs(weights, example))
 
     def fresh_point(self, factor: float = 1.0, size: float = 1.0) -> Point:
-        """Draw weights as large as the network's times a factor, as those of new layers
-        if it is zero, and inputs of a size; a point near it if it doesn't take these.
+        """Draw fresh weights and inputs of a size, or a point near the network's weights
+        if its outputs aren't finite there.
+
+        :param factor: multiplies the weights' deviations; 0 for those of new layers.
         """
         weights = dict[str, Tensor]()
         for site, value in self.center.items():

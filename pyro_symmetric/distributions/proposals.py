@@ -64,8 +64,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
     matched, or drawn uniformly.
 
     :return: elements of batch shape ``(count + 1,) + batch``, and their
-        :math:`\log(|G|\,\tau)`: the log-probabilities of the matched sets times the
-        number of these sets' elements.
+        :math:`\log(|G|\,\tau)`: the logarithm of the probability of the matched sets
+        times the number of their elements.
     """
     matching = Matching(units, count)
     if units.shared_sites:
@@ -94,8 +94,8 @@ class Matching:
     rows of the second. To match the second layer one must know which column is which.
 
     :ivar undrawn: the names of the sets to match, in their order.
-    :ivar log_tau: log-probabilities of the sets matched so far, times the number of
-        all matched sets' elements, ``(count + 1,) + batch``.
+    :ivar log_tau: the logarithm of the probability of the sets matched so far times
+        the number of all matched sets' elements, ``(count + 1,) + batch``.
     :ivar placed: the draws by site, with the drawn sets in place.
     :ivar expected: name -> what is expected of an undrawn set.
     :ivar unsigned: names of undrawn sets of whose signs nothing is known.

@@ -41,7 +41,7 @@ from pyro_symmetric.weights import Weights, map_values
 FIT_DRAWS = 256
 SKETCH = 256  # weights of a unit in its sketch
 MAX_ROUNDING = 2e-3  # nats; a matrix with larger rounding errors is computed in float64
-# to which weights are clamped, those of draws that aren't finite; its square is finite
+# weights are clamped to this, as draws may not be finite; its square is finite
 LARGEST_WEIGHT = 1e12
 
 
@@ -218,7 +218,7 @@ class UnitDensities:
     def exclusive_product(
         self, name: str, level: Level, places: Tensor | None = None
     ) -> Product:
-        """Return the same as a product, at one level."""
+        """Return the exclusive part of ``A`` at one precision, with its two factors."""
         chosen = slice(None) if places is None else places
         along = []
         for axis in self.sets[name].exclusive:

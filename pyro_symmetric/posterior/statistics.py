@@ -197,7 +197,7 @@ def _autocorrelation_time(rho: Array) -> Array:
     until = np.minimum.accumulate(sums, axis=1).cumsum(1)
     total = until[rows, end - 1] * (end > 0)
     # The even lag of the pair that ended the sequence still counts, once, if it is
-    # positive.
+    # positive, or if the lags ran out before a pair ended the sequence.
     even = rho[rows, 2 * end]
     counts = (even > 0) | (sums[rows, end] >= 0)
     return -1 + 2 * total + np.where(counts, even, 0)
