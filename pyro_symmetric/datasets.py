@@ -234,14 +234,14 @@ def load(
 
 def ood(
     name: str,
-    dataset: Dataset,
+    like: Dataset,
     *,
     root: str | Path = "data",
     download: bool = False,
     max_rows: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Return ``dataset`` with the inputs of another data set as out-of-distribution
+    """Return ``like`` with the inputs of another data set as out-of-distribution
     inputs, standardised as its own.
 
     They must have the same shape. The features of ``csv:FILE`` are selected by name, so
@@ -249,18 +249,18 @@ def ood(
     is used.
 
     :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
-    :raises ValueError: if the data set is ``dataset`` itself, or has another shape.
+    :raises ValueError: if the data set is ``like`` itself, or has another shape.
     :raises FileNotFoundError: if the data aren't in ``root``.
     """
     arguments.whole("max_rows", max_rows, 1, none="all")
-    if name == dataset.name:
+    if name == like.name:
         raise ValueError(
             f"ood is {name!r}, the data set itself; name another data set, or hold out "
             "classes"
         )
     if name.startswith("csv:"):
         raw = Raw(
-            numbers(frame(name, dataset.feature_names)[list(dataset.feature_names)]),
+            numbers(frame(name, like.feature_names)[list(like.feature_names)]),
             np.zeros(0),
         )
     else:
@@ -271,19 +271,19 @@ def ood(
             None,
             0,
             None,
-            dataset.input_shape[-1],
+            like.input_shape[-1],
         )
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
-    if x.shape[1:] != dataset.input_shape:
+    if x.shape[1:] != like.input_shape:
         shape = tuple(x.shape[1:])
-        expected = tuple(dataset.input_shape)
+        expected = tuple(like.input_shape)
         raise ValueError(
-            f"rows of {name} have shape {shape}, but of {dataset.name} {expected}"
+            f"rows of {name} have shape {shape}, but of {like.name} {expected}"
         )
     return replace(
-        dataset,
-        ood_x=(x.to(dataset.x_mean) - dataset.x_mean) / dataset.x_scale,
+        like,
+        ood_x=(x.to(like.x_mean) - like.x_mean) / like.x_scale,
         ood_name=name,
     )
 

@@ -426,9 +426,9 @@ class Likelihood(Protocol):
     def temperature(self) -> float:
         """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
 
-    def latents(self, example: Tensor) -> Priors:
+    def latents(self, like: Tensor) -> Priors:
         """Return the priors of the likelihood's own latent sites, on the device and in
-        the dtype of ``example``.
+        the dtype of ``like``.
         """
 
     def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
@@ -465,7 +465,7 @@ class CategoricalLikelihood:
     def __post_init__(self) -> None:
         arguments.positive("temperature", self.temperature)
 
-    def latents(self, example: Tensor) -> Priors:
+    def latents(self, like: Tensor) -> Priors:
         return {}
 
     def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
@@ -510,9 +510,9 @@ class GaussianLikelihood:
         arguments.positive("scale", self.scale, none="one that is learnt")
         arguments.positive("prior_scale", self.prior_scale)
 
-    def latents(self, example: Tensor) -> Priors:
+    def latents(self, like: Tensor) -> Priors:
         return (
-            {"noise_scale": dist.HalfNormal(example.new_tensor(self.prior_scale))}
+            {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))}
             if self.scale is None
             else {}
         )

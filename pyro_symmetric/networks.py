@@ -210,6 +210,7 @@ def failing_layer(net: nn.Module, *args: Any) -> str:
     except Exception as error:
         message = (str(error).strip() or repr(error)).splitlines()[0]
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layer, inputs = net, args
     for frame in frames:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals["self"] in names:
             layer, inputs = frame.f_locals["self"], frame.f_locals["args"]

@@ -529,16 +529,16 @@ def _as_given(sources: Any, element: Element) -> Any:
             if (b := sources.bijection(site)) is not None and b.domain.event_dim
         }
         loc, scale = (
-            moment | element(drop_names(moment, held))
-            for moment in (sources.loc, sources.scale)
+            member | element(drop_names(member, held))
+            for member in (sources.loc, sources.scale)
         )
         return GaussianWeights(loc, map_values(Tensor.abs, scale), sources.supports)
     members = []
-    for k, moment in enumerate(sources):
-        weights = plain(moment)
+    for k, member in enumerate(sources):
+        weights = plain(member)
         member_element = element.select(k)
-        if isinstance(moment, nn.Module) and isinstance(weights, Mapping):
-            members.append(with_weights(moment, member_element(weights)))
+        if isinstance(member, nn.Module) and isinstance(weights, Mapping):
+            members.append(with_weights(member, member_element(weights)))
         else:
             members.append(
                 _as_given(

@@ -241,11 +241,9 @@ def _minimum(weights: Tensors, group: Group) -> _Minimum:
     """Minimise the mass of weights of the view."""
     mass = Mass(group, map_values(lambda value: value.double().square(), weights))
     free = mass.bounded()
-    without_free = mass.without(~free)
-    u, imbalance = without_free.minimise(free)
-    return _Minimum(
-        without_free(u), without_free(torch.zeros_like(u)), u, ~free, imbalance
-    )
+    of_free = mass.without(~free)
+    u, imbalance = of_free.minimise(free)
+    return _Minimum(of_free(u), of_free(torch.zeros_like(u)), u, ~free, imbalance)
 
 
 def weights_of(source: Any, group: Group) -> Weights:

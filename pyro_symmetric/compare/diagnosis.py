@@ -444,9 +444,10 @@ def _statistics(posterior: Posterior, spaces: Spaces) -> Statistics:
     for space, by_site in spaces.items():
         if posterior.num_samples >= LEAST_DRAWS:
             nonempty = {site: v for site, v in by_site.items() if v.numel()}
-            statistics[space] = map_values(
-                lambda draws: chain_statistics(_subset(draws)), nonempty
-            )
+            if nonempty:
+                statistics[space] = map_values(
+                    lambda draws: chain_statistics(_subset(draws)), nonempty
+                )
     return statistics
 
 
@@ -490,7 +491,7 @@ def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
     for site, numbers in by_site.items():
         r_hats = numbers.r_hat[~numbers.r_hat.isnan()]
         worst[site] = exceeded_by_few(r_hats)
-        largest = float(max(r_hats, default=0.0))
+        largest = float(r_hats.max()) if len(r_hats) else 0.0
         if largest > STANDS_OUT and largest - 1 > 5 * (worst[site] - 1):
             worst[site] = largest
     site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))

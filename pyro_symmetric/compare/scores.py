@@ -280,7 +280,8 @@ def functional_collapse(
     from scipy.stats import rankdata  # takes a quarter of a second to import
 
     within = pairwise_mutual_information(probabilities)
-    outside = pairwise_mutual_information(ood_probabilities).to(within)
+    beyond = members_of(ood_probabilities, "ood_probabilities")
+    outside = pairwise_mutual_information(beyond).to(within)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
             f"probabilities holds {len(within)} members and ood_probabilities "
@@ -331,6 +332,10 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or
         positive.
     """
+    if isinstance(p, tuple) != isinstance(q, tuple):
+        raise TypeError(
+            "p and q must both be class probabilities, or both pairs (means, noise_scale)"
+        )
     first, second = _side(p, "p"), _side(q, "q")
     shapes = [tuple(side[0].shape[1:]) for side in (first, second)]
     if shapes[0] != shapes[1]:

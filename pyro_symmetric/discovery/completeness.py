@@ -101,14 +101,14 @@ def completeness(
         )
     run = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits)
     trials = []
-    dtypes = {
+    doubles = {
         site: in_dtype(value.detach(), torch.float64)
         for site, value in symmetry.weights_of(net).items()
     }
     for point in range(POINTS):
         weights = {
             site: near(value, site in symmetry.buffers)
-            for site, value in dtypes.items()
+            for site, value in doubles.items()
         }
         # units that read positive numbers switch on and off if their weights have a
         # mean of nearly zero
@@ -196,13 +196,13 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
     null = len(values) - rank
     doubts = []
     tangents = [rows[:0]]
-    for what, of_group in _tangents(group, weights):
-        if float((rows @ of_group.T).norm()) > WRONG * float(rows.norm()) * float(
-            of_group.norm()
+    for what, directions in _tangents(group, weights):
+        if float((rows @ directions.T).norm()) > WRONG * float(rows.norm()) * float(
+            directions.norm()
         ):
             doubts.append(f"the {what} change the outputs: they are no symmetry here")
         else:
-            tangents.append(of_group[of_group.norm(dim=1) > 0])
+            tangents.append(directions[directions.norm(dim=1) > 0])
     spanned = torch.cat(tangents)
     counted = (
         int(

@@ -75,8 +75,8 @@ def untied(
         if counts.get(site, 0) < 2:
             continue
         for read in reads_of(node):
-            shape = (len(numbers),) if counts[site] <= MOST else read.kind()
-            number = numbers.setdefault((site, *shape), len(numbers))
+            kind = (len(numbers),) if counts[site] <= MOST else read.kind()
+            number = numbers.setdefault((site, *kind), len(numbers))
             if number == min(n for key, n in numbers.items() if key[0] == site):
                 continue  # the first read keeps the parameter itself
             name = f"{site}{READ}{number}"

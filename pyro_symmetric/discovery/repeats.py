@@ -212,7 +212,7 @@ def _longest_run(
     for run in sorted(candidates, key=lambda run: -len(run[0]) * (len(run) - 2)):
         blocks = _blocks(run, site_of)
         sites = [block.sites for block in blocks]
-        if not any(site in taken for block in blocks for site in block.sites):
+        if blocks and not any(s in taken for block in blocks for s in block.sites):
             if _alone(blocks, graph, site_of, laws) and _obey_alike(sites, laws):
                 return blocks
     return []
@@ -321,8 +321,8 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
     """
     place = {
         site: (k, i)
-        for k, laws_of_block in enumerate(sites)
-        for i, site in enumerate(laws_of_block)
+        for k, block_sites in enumerate(sites)
+        for i, site in enumerate(block_sites)
     }
     inner: list[set[frozenset[Any]]] = [set() for _ in sites]
     for axes in laws:

@@ -363,11 +363,11 @@ def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
     """Repeat each head of keys (values) for the consecutive heads of queries that it
     serves.
     """
-    *lead, num_heads, length, width = value.shape
+    *lead, key_heads, length, width = value.shape
     axis = value.dim - 2
     wide = flow.expand(
         flow.unsqueeze(value, axis),
-        [*lead, num_heads, heads // num_heads, length, width],
+        [*lead, key_heads, heads // key_heads, length, width],
     )
     return flow.reshape(wide, [*lead, heads, length, width])
 
@@ -530,12 +530,12 @@ def _cell(
     """Return hidden units and cells over all steps, ``(batch, time, units)``, of one
     layer in one direction.
     """
-    weight_ih, weight_hh, *bias_values = params
-    bias_ih, bias_hh = bias_values[:2] if biases else (None, None)
+    weight_ih, weight_hh, *further = params
+    bias_ih, bias_hh = further[:2] if biases else (None, None)
     cell = _per_unit(flow, linear(flow, value, weight_ih, bias_ih), gates)
     hidden = (
-        linear(flow, cell, bias_values[-1], None)
-        if len(bias_values) == (3 if biases else 1)
+        linear(flow, cell, further[-1], None)
+        if len(further) == (3 if biases else 1)
         else cell
     )
     # the initial state has the same units

@@ -238,11 +238,12 @@ class Network:
             *(self.fresh_point(*sizes) for sizes in (FAR if bounded else ())),
         ]
 
-    def near_point(self, spread: float) -> Point:
-        """Draw weights near the network's; inputs are the example's if it doesn't take
-        random ones.
+    def near_point(self, spread: float, center: Weights | None = None) -> Point:
+        """Draw weights near others; inputs are the example's if the network doesn't
+        take random ones.
 
         :param spread: the distance, in deviations of the weights.
+        :param center: by default the network's own weights.
         """
         quiet = self.dtype == torch.float32
         weights = {
@@ -253,7 +254,7 @@ class Network:
                 self.generator,
                 AUDIBLE if quiet and value.dim() < 2 else 0.0,
             )
-            for site, value in self.center.items()
+            for site, value in (center or self.center).items()
         }
         point = self._random_point(weights, 1.0)
         if point is not None:
@@ -262,17 +263,18 @@ class Network:
         return Point(weights, example, self.outputs(weights, example))
 
     def fresh_point(self, factor: float = 1.0, size: float = 1.0) -> Point:
-        """Draw fresh weights and inputs of a size, or a point near the network's weights
-        if its outputs aren't finite there.
+        """Draw fresh weights and inputs of a size; or a point near the network's
+        weights times the factor, if outputs aren't finite there.
 
         :param factor: multiplies the weights' deviations; 0 for those of new layers.
         """
+        center = dict[str, Tensor]()
         weights = dict[str, Tensor]()
         for site, value in self.center.items():
             is_buffer = site in self.buffers
-            large = value if is_buffer or factor == 1.0 else factor * value
-            weights[site] = fresh(large, is_buffer, self.generator)
-        return self._random_point(weights, size) or self.near_point(NEAR[-1])
+            center[site] = value if is_buffer or factor == 1.0 else factor * value
+            weights[site] = fresh(center[site], is_buffer, self.generator)
+        return self._random_point(weights, size) or self.near_point(NEAR[-1], center)
 
     @property
     def example(self) -> list[list[Tensor]]:

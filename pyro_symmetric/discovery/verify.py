@@ -387,7 +387,7 @@ def trial_elements(
     for move, name in moves:
         if move == "flip" and name in single:
             bits[move, name] = 0.0
-        elif move in ("permute", "flip"):
+        elif move in ("permute", "flip") and group[name].count > 1:
             bits[move, name] = _bits(group, move, name)
     least = min((b for b in bits.values() if b), default=BITS)
     enough = max(math.ceil(BITS / least), min(BITS, len(single)))

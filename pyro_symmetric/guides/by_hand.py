@@ -227,6 +227,12 @@ class _Joint:
         count = math.prod(map(int, particles))
         if self._element is None:
             self._element = group.without_buffers().sample((count,), device=base.device)
+        if self._element.batch_shape != (count,):
+            raise ValueError(
+                f"site {site!r} is drawn {count} times, but sites that the group moves "
+                f"with it {self._element.batch_shape[0]} times; draw them in the same "
+                "plates"
+            )
         moved = self._element.on_site(site, base.reshape(*copies, count, *shape))
         value = moved.reshape(base.shape)
         self.drawn[site] = MovedDraws(base, value, version=version_of(value))

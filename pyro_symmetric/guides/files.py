@@ -168,7 +168,8 @@ def _require_sizes(header: Json, tensors: Tensors) -> None:
     # Entries that a support determines, such as the upper half of a Cholesky factor,
     # come on top of as many coordinates as there are moments.
     most = 4 * sum(value.numel() for value in tensors.values())
-    sizes = {"all sites": sum(math.prod(site["shape"]) for site in header["sites"])}
+    sizes = {site["name"]: math.prod(site["shape"]) for site in header["sites"]}
+    sizes["all sites"] = sum(sizes.values())
     for site in header["sites"]:
         batch_shape = site["shape"][: len(site["shape"]) - site["event_dim"]]
         for name, _, size, dim in site["plates"]:

@@ -142,13 +142,13 @@ def reference_of(
 
 
 def between(
-    first: Draws, second: Draws, symmetry: Symmetry, reference: Distances | None = None
+    first: Draws, second: Draws, symmetry: Symmetry, earlier: Distances | None = None
 ) -> Distances:
     """Measure distances between two samples: of predictions, of weights as drawn, and
     with symmetries removed, in the frame that brings the draws of both closest
     together.
 
-    :param reference: earlier distances, whose kernels are reused.
+    :param earlier: earlier distances, whose kernels are reused.
     """
     distances = {
         "prediction": {
@@ -157,7 +157,7 @@ def between(
     }
     removed = pooled_frame([first.canonical, second.canonical], symmetry)
     for kind, (p, q) in {"raw": (first.raw, second.raw), "removed": removed}.items():
-        kernels = None if reference is None else reference[kind]["mmd"]
+        kernels = None if earlier is None else earlier[kind]["mmd"]
         distances[kind] = {
             "mmd": mmd(p, q, bandwidths=kernels),
             "wasserstein": marginal_wasserstein(p, q),

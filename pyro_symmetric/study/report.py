@@ -208,8 +208,10 @@ def summary_table(methods: Rows, is_classification: bool) -> str:
 
 
 def _text(value: Any, form: str) -> str:
-    if pd.isna(value) or isinstance(value, str):
-        return value if value == value else MISSING
+    if isinstance(value, str):
+        return value
+    if pd.isna(value):
+        return MISSING
     # The digits of smaller p-values are those of an approximation.
     return (
         "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
