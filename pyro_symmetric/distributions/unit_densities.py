@@ -391,7 +391,9 @@ def refined(
             best, certain = best_columns(densities, permuted)
             sizes = functools.reduce(torch.add, [part.size(best) for part in parts])
             rounding = torch.finfo(level.dtype).eps * sizes
-            certain = certain & (rounding < 1.0) & (not expected)
+            certain = certain & (rounding < 1.0)
+            if expected:
+                certain = torch.zeros_like(certain)
             harmless = rounding * ~certain <= MAX_ROUNDING  # false of NaN
             if certain.all() or (harmless.all() and not level.sketched):
                 break
