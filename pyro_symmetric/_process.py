@@ -179,7 +179,7 @@ def without_fast_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class, in this thread alone."""
+    """Replace an attribute of a module or class; other holders of the lock wait."""
     with LOCK:
         original = vars(owner)[name]
         setattr(owner, name, stand_in)

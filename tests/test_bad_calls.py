@@ -362,6 +362,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ps.compare.kendall_tau(torch.tensor([0, 0]), torch.tensor([0, 1])),
         ("first has shape (2,)", "permutation of 0 .. 1"),
     ),
+    "distance of two kinds of predictions": (
+        lambda: ps.total_variation(PROBABILITIES, (torch.zeros(4, 6, 2), 0.3)),
+        ("both be class probabilities", "both pairs"),
+    ),
     "barycentre of nothing": (
         lambda: ps.barycentre([]),
         ("guides is empty", "at least one"),

@@ -577,7 +577,7 @@ def _add_outer(delta, m, a, n, out):
 
 @njit(inline="always", **OPTIONS)
 def _exp(x, array):
-    """Return the exponential in the precision of ``like``, of x limited to -87 and
+    """Return the exponential in the precision of ``array``, of x limited to -87 and
     87.
     """
     t = array.dtype.type

@@ -180,11 +180,11 @@ class _Flips(NamedTuple):
 
 def _dependent(equations: Iterable[Equation]) -> set[int]:
     """Find the bits that the others determine, modulo two."""
-    rows: dict[int, int] = {}  # as binary numbers, by their last digit
+    rows: dict[int, int] = {}  # as binary numbers, by their highest digit
     for equation in equations:
         row = sum(1 << bit for bit in equation)
-        while (last := row.bit_length() - 1) in rows:
-            row ^= rows[last]
+        while (highest := row.bit_length() - 1) in rows:
+            row ^= rows[highest]
         if row:
-            rows[last] = row
+            rows[highest] = row
     return set(rows)

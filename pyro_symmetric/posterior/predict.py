@@ -350,7 +350,7 @@ class TracedPredictor(Traced):
             self._require_given(drawn, draws)
 
     def _require_given(self, drawn: Values, draws: Tensors) -> None:
-        """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``,
+        """Raise ``ValueError`` unless ``draws`` has all sites but, for ``"discrete"``,
         enumerated ones.
         """
         latent = {name: site for name, site in drawn.items() if not site["is_observed"]}

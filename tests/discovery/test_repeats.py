@@ -251,3 +251,14 @@ def test_sparse_constants_are_equal_to_no_others(
     net, x = Spread().eval(), torch.randn(5, 8)
     with pytest.warns(UnknownOperator):
         assert verify(find_symmetry(net, x, verify=False), net, x)
+
+
+def test_equal_stretches_without_parameters_of_their_own_are_no_blocks() -> None:
+    shared = nn.Sequential(nn.Linear(160, 160), nn.Tanh())
+    one_block = nn.Sequential(nn.Linear(4, 160), *[shared] * 4, nn.Linear(160, 2))
+    rectified = nn.Sequential(
+        nn.Linear(4, 4_000), *[nn.ReLU() for _ in range(3)], nn.Linear(4_000, 2)
+    )
+    for net in (one_block, rectified):
+        symmetry = find_symmetry(net, torch.randn(2, 4), verify=False)
+        assert symmetry.group.factors

@@ -217,7 +217,7 @@ class _Forest:
         unfinished. A trajectory whose new half turns or diverges ends without it."""
         forward = self._uniform() < 0.5
         branch, span = _start_branch(self.tree, self.growing, forward, self.mass)
-        grown = _Grown(branch, {depth: span}, forward)
+        grown = _Grown(branch, {depth: span}, torch.zeros_like(forward))
         if self.fused:
             stacked = torch.stack(span, 1)
             levels = 1 + len(self.levels)
