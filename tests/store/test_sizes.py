@@ -265,7 +265,7 @@ FILES = {
     "header.safetensors": File(header_beyond_the_file, *CHECKPOINT, "can't be read"),
     "site": File(guide_with(large_site), *GUIDE, "all sites of 200000000 entries"),
     "simplex": File(
-        guide_with(site_without_coordinates), *GUIDE, "all sites of 100000006 entries"
+        guide_with(site_without_coordinates), *GUIDE, "p of 100000000 entries"
     ),
     "plates": File(guide_with(large_plates), *GUIDE, "plate 'plate' of size"),
     "units": File(guide_with(large_units), *GUIDE, "units k of 100000000 entries"),
