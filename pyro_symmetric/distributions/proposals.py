@@ -32,6 +32,7 @@ from torch.nn.functional import logsigmoid
 from pyro_symmetric.distributions.random_matchings import (
     doubly_stochastic,
     draw_matchings,
+    rows_of,
     sign_log_odds,
     sum_over_signs,
 )
@@ -220,9 +221,9 @@ class Matching:
         """
         agreements = []
         for axis in self.units.sets[name].shared:
-            value, _, loc, scale, odd = self.units.along(axis, self.placed)
+            value, loc, scale, odd, _ = self.units.along(axis, self.placed)
             if odd:
-                value = value.take_along_dim(images.unsqueeze(-1), -2)
+                value = rows_of(value, images)
                 noise = scale.square() @ (loc.square() + scale.square()).mT
                 products = (value @ value.mT) * (loc @ loc.mT)
                 agreements.append(products / (noise + noise.mT))
@@ -233,11 +234,10 @@ class Matching:
     def _place(self) -> None:
         """Put what is drawn in place, on the sites that undrawn sets share."""
         element = self.element()
-        for name in self.undrawn:
-            for axis in self.units.sets[name].shared:
-                draws = self.units.draws[axis.site]
-                dims = self.units.dims(axis.site)
-                self.placed[axis.site] = element.on_site(axis.site, draws, dims)
+        shared = [self.units.sets[name].shared for name in self.undrawn]
+        for site in {axis.site for axes in shared for axis in axes}:
+            draws = self.units.draws[site]
+            self.placed[site] = element.on_site(site, draws, self.units.dims(site))
 
     # matrices -------------------------------------------------------------------------
 
@@ -301,10 +301,12 @@ class Matching:
         """Return the parts of ``A`` from exclusive and from shared sites."""
         products = []
         if self.units.sets[name].exclusive:
-            if (name, level) not in self._exclusive:
-                product = self.units.exclusive_product(name, level)
-                self._exclusive[name, level] = product
-            products.append(self._exclusive[name, level])
+            # precisions that couple all weights of a unit have no sketch
+            sketched = level.sketched and name not in self.units.blocks
+            key = (name, level._replace(sketched=sketched))
+            if key not in self._exclusive:
+                self._exclusive[key] = self.units.exclusive_product(*key)
+            products.append(self._exclusive[key])
         if known:
             signs = self.units.possible_signs(name)
             products.append(product_of(known, signs, level))
@@ -335,7 +337,7 @@ class Matching:
             signed = signed if neighbour_axis.exponent % 2 else chances
             value = TRUST * weights.value @ signed.to(weights.value).mT
             square = TRUST * weights.square @ chances.to(weights.value).mT
-            known.append(weights._replace(value=value, square=square))
+            known.append(weights._replace(value=value, mean_square=square))
         return known
 
     def _profile(self, axis: Axis) -> AxisWeights:
@@ -347,14 +349,14 @@ class Matching:
         """
         sets = itertools.chain(*self.units.group.members(axis.site).values())
         signed = any("flip" in self.units.group[name].moves for name, _ in sets)
-        value, _, loc, scale, odd = self.units.along(axis, self.placed)
+        value, loc, scale, odd, _ = self.units.along(axis, self.placed)
         if signed:
             value = value.abs()
             loc = loc.abs()
         value = value.sort(-1).values
         loc = loc.sort(-1).values
         spread = scale.square().mean(-1, keepdim=True).sqrt().expand_as(loc)
-        return AxisWeights(value, value.square(), loc, spread, odd and not signed)
+        return AxisWeights(value, loc, spread, odd and not signed)
 
     def _is_between(self, site: str) -> bool:
         """Return whether a site is a matrix whose rows are one set of units and whose

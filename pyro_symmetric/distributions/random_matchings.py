@@ -14,6 +14,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,23 @@ ENUMERATED_ROWS = 6
 CERTAIN = 30.0  # nats by which the best column of a certain row is ahead of all others
 # of uniform matchings among those with certain rows: no matching has probability zero
 UNIFORM_SHARE = 2e-9
+
+
+def rows_of(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Select rows of matrices, ``batch + (number,)``; leading axes broadcast.
+
+    A gather takes half as long as ``take_along_dim``, which wraps every index.
+    """
+    shape = np.broadcast_shapes(matrix.shape[:-2], rows.shape[:-1])
+    index = rows.unsqueeze(-1).expand(*shape, -1, matrix.shape[-1])
+    return matrix.expand(*shape, -1, -1).gather(-2, index)
+
+
+def columns_of(matrix: Tensor, columns: Tensor) -> Tensor:
+    """Select columns of matrices, as :func:`rows_of` does rows."""
+    shape = np.broadcast_shapes(matrix.shape[:-2], columns.shape[:-1])
+    index = columns.unsqueeze(-2).expand(*shape, matrix.shape[-2], -1)
+    return matrix.expand(*shape, -1, -1).gather(-1, index)
 
 
 def sum_over_signs(densities: Tensor) -> Tensor:
@@ -119,8 +137,7 @@ def draw_matchings(
     log_prob = torch.zeros(shape[:-1], dtype=torch.float64, device=best.device)
     if uncertain:
         columns = best.gather(-1, rows)
-        block = densities.take_along_dim(rows[None, ..., None], -2)
-        block = block.take_along_dim(columns[None, ..., None, :], -1)
+        block = columns_of(rows_of(densities, rows), columns)
         at_home = (columns.unsqueeze(-2) == rows.unsqueeze(-1)).long().argmax(-1)
         drawn = draw_all(sum_over_signs(block), count, at_home, dtype)
         taken = columns.expand(*shape[:-1], -1).gather(-1, drawn.columns)
@@ -158,7 +175,7 @@ def draw_all(
     if early:
         chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
         order = chances.square().sum(-1).argsort(-1, descending=True)
-        chances = chances.take_along_dim(order[..., :early].unsqueeze(-1), -2)
+        chances = rows_of(chances, order[..., :early])
         order = order.expand(shape)
         taken = taken.gather(-1, order)  # by the rows in this order
         if count:
@@ -167,7 +184,7 @@ def draw_all(
             taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
         # Each row's probability is normalised over the columns that earlier rows leave
         # free.
-        free = chances.take_along_dim(taken.unsqueeze(-2), -1)
+        free = columns_of(chances, taken)
         share = free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)
         log_prob = share.log().sum(-1, dtype=torch.float64)
     late = _draw_late(densities, order[..., early:], taken[..., early:])
@@ -179,8 +196,7 @@ def _draw_late(densities: Tensor, rows: Tensor, columns: Tensor) -> Drawn:
     """Draw in which of all orders the last rows take the columns that are left; order 0
     keeps them as they are."""
     number = rows.shape[-1]
-    block = densities.take_along_dim(rows.unsqueeze(-1), -2)
-    block = block.take_along_dim(columns.unsqueeze(-2), -1)
+    block = columns_of(rows_of(densities, rows), columns)
     orders = _orders(number, densities.device)
     entries = orders + number * torch.arange(number, device=densities.device)
     log_probs = block.flatten(-2)[..., entries].sum(-1).log_softmax(-1)

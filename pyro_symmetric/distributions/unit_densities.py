@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric.arguments import Names
-from pyro_symmetric.distributions.random_matchings import best_columns
+from pyro_symmetric.distributions.random_matchings import best_columns, rows_of
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
@@ -244,7 +244,7 @@ class UnitDensities:
         dims = self.dims(axis.site)
         value, loc, scale = (rows(part[axis.site], axis, dims) for part in parts)
         value = value.nan_to_num(0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
-        return AxisWeights(value, value.square(), loc, scale, axis.exponent % 2 == 1)
+        return AxisWeights(value, loc, scale, axis.exponent % 2 == 1)
 
     def possible_signs(self, name: str) -> tuple[int, ...]:
         """Return the signs that a unit of a set may have."""
@@ -272,18 +272,23 @@ class Level(NamedTuple):
 class AxisWeights(NamedTuple):
     """The weights of units along one axis, and the base's normals of these weights.
 
-    :param value: of the draws' units, ``(L,) + batch + (units, d)``; ``square``: their
-        squares.
+    :param value: of the draws' units, ``(L,) + batch + (units, d)``.
     :param loc: means of the places' weights, ``batch + (places, d)``; ``scale``: their
         deviations.
     :param odd: whether a unit's sign flips these weights.
+    :param mean_square: of weights that are expectations themselves.
     """
 
     value: Tensor
-    square: Tensor
     loc: Tensor
     scale: Tensor
     odd: bool
+    mean_square: Tensor | None = None
+
+    @property
+    def square(self) -> Tensor:
+        """The squares of the weights."""
+        return self.value.square() if self.mean_square is None else self.mean_square
 
     def of(self, numbers: Tensor | slice) -> AxisWeights:
         """Return the weights of some units, and places of the same numbers."""
@@ -301,10 +306,10 @@ class AxisWeights(NamedTuple):
         return self._changed(lambda part: part.index_select(-1, columns))
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> AxisWeights:
-        value, square, loc, scale = (
-            change(part) for part in (self.value, self.square, self.loc, self.scale)
-        )
-        return AxisWeights(value, square, loc, scale, self.odd)
+        value, loc, scale = map(change, (self.value, self.loc, self.scale))
+        square = self.mean_square
+        changed_square = None if square is None else change(square)
+        return AxisWeights(value, loc, scale, self.odd, changed_square)
 
     def signed(self, sign: int) -> Tensor:
         """Return the weights of units with a sign."""
@@ -325,8 +330,7 @@ class Product(NamedTuple):
     def size(self, best: Tensor) -> Tensor:
         """Return the sum of absolute terms of each place's best unit: times the machine
         epsilon it bounds the rounding error."""
-        best_units = self.of_units.take_along_dim(best.unsqueeze(-1), -2)
-        return (self.of_places * best_units).abs().sum(-1)
+        return (self.of_places * rows_of(self.of_units, best)).abs().sum(-1)
 
 
 def multiplied(of_places: Tensor, of_units: Sequence[Tensor]) -> Product:
