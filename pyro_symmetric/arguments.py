@@ -225,11 +225,6 @@ def holding_nan(function: Function, args: Sequence[Any], kwargs: Values) -> str:
     return f"; {' and '.join(names)} {verb} NaN" if names else ""
 
 
-def first_line(error: object) -> str:
-    """Return the first line of an error's message, or its name and arguments."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
 def did_you_mean(unknown: Any, names: Iterable[str]) -> str:
     """Suggest the known name most similar to an unknown one, as the end of a message;
     empty if none is similar.

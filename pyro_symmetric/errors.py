@@ -1,4 +1,4 @@
-"""The base class of the library's errors."""
+"""The base class of the library's errors, and the first line of any error."""
 
 
 class Error(Exception):
@@ -14,3 +14,8 @@ class Error(Exception):
     and ``store.StoreError``, which are also ``ValueError``. Invalid arguments raise
     plain ``TypeError`` or ``ValueError``.
     """
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error's message, or its name and arguments."""
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric.errors import first_line
+
 Shape = Sequence[int]
 
 
@@ -208,7 +210,7 @@ def failing_layer(net: nn.Module, *args: Any) -> str:
             net(*(arg[:2] if isinstance(arg, Tensor) else arg for arg in args))
         return ""
     except Exception as error:
-        message = (str(error).strip() or repr(error)).splitlines()[0]
+        message = first_line(error)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     layer, inputs = net, args
     for frame in frames:

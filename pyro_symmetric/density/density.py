@@ -35,6 +35,7 @@ from pyro_symmetric.density.eager import (
 )
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
+from pyro_symmetric.errors import first_line
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import (
     Layout,
@@ -358,7 +359,7 @@ class Density:
         except RuntimeError as error:
             raise ValueError(
                 "the model's density, or its gradient, can't be evaluated: "
-                f"{arguments.first_line(error)}"
+                f"{first_line(error)}"
             ) from error
         # A model whose sites all have values draws no numbers, except for sites that
         # it hides; a discrete one seldom shows in the density.

@@ -50,7 +50,6 @@ from pyro_symmetric.arguments import (
     as_tensor,
     described,
     described_call,
-    first_line,
     holding_nan,
 )
 from pyro_symmetric.density.enumeration import (
@@ -67,6 +66,7 @@ from pyro_symmetric.density.site_checks import (
     sampled,
     seen_through,
 )
+from pyro_symmetric.errors import first_line
 from pyro_symmetric.weights import (
     Shapes,
     Tensors,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
 from pyro_symmetric.arguments import Keywords, Names
-from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
+from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_double
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group, Units
@@ -101,10 +101,7 @@ def completeness(
         )
     run = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits)
     trials = []
-    doubles = {
-        site: in_dtype(value.detach(), torch.float64)
-        for site, value in symmetry.weights_of(net).items()
-    }
+    doubles = map_values(in_double, symmetry.weights_of(net))
     for point in range(POINTS):
         weights = {
             site: near(value, site in symmetry.buffers)

@@ -496,6 +496,11 @@ def _standardised(
     return y * (y.square().mean([*dims], keepdim=True) + (eps or 0.0)).rsqrt().detach()
 
 
+def in_double(value: Tensor) -> Tensor:
+    """Cast a tensor to double precision, without its graph."""
+    return in_dtype(value.detach(), torch.float64)
+
+
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Cast a tensor of real or complex numbers to a precision; leave all else alone."""
     return (

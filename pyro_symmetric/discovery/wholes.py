@@ -27,7 +27,7 @@ from pyro_symmetric.discovery.integer_algebra import independent
 from pyro_symmetric.discovery.linear_twin import (
     NotDifferentiable,
     Pass,
-    in_dtype,
+    in_double,
     random_like,
 )
 from pyro_symmetric.discovery.symmetry import Symmetry, fresh, plain_weights
@@ -71,10 +71,6 @@ def with_wholes(
     return replace(symmetry, at_least=True, remarks=(*symmetry.remarks, remark))
 
 
-def _in_double(value: Tensor) -> Tensor:
-    return in_dtype(value.detach(), torch.float64)
-
-
 class _Wholes:
     """A network as a function of one vector of weights.
 
@@ -86,7 +82,7 @@ class _Wholes:
     ):
         self.group = symmetry.group
         self.run = Pass(trace, symmetry.logits)
-        self.weights = map_values(_in_double, weights)
+        self.weights = map_values(in_double, weights)
         self.batched = True
         self.places = dict[str, Tensor]()
         self.still = torch.arange(0, device="cpu")
@@ -146,7 +142,7 @@ class _Wholes:
             if len(hold) == 1:
                 break
             inputs = [
-                random_like(_in_double(value), size=size)
+                random_like(in_double(value), size=size)
                 for value in self.run.trace.tensors
             ]
             drawn = [

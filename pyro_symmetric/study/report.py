@@ -315,14 +315,12 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """
     panels: Json = {}
     for name, by_label in curves.items():
+        if not any(by_label.values()):
+            continue  # points of a path between two fits weren't trained
         panels[name] = {}
         for label, values in by_label.items():
             start = len(values) // 10
             panels[name][label] = (range(start, len(values)), values[start:])
-    # points of a path between two fits weren't trained
-    panels = {
-        name: lines for name, lines in panels.items() if any(curves[name].values())
-    }
     return line_panels(panels, xlabel="step", marker="")
 
 
