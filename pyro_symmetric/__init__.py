@@ -24,7 +24,8 @@ Alignment
     align align_many loss_barrier relabel
 
 Distances, tests and scores
-    common_frame mmd mmd_test marginal_wasserstein total_variation invariance_tests scores
+    common_frame mmd mmd_test marginal_wasserstein total_variation invariance_tests
+    scores
 
 Ensembles, networks, data, errors
     ensemble networks datasets Error

@@ -42,9 +42,11 @@ PARSERS = {
 }
 EXAMPLES = """\
 examples:
-  pyro-symmetric compare                                   scikit-learn's digits, all methods, in runs/digits
-  pyro-symmetric compare --quick --methods mean-field,hmc  a first look in under two minutes
-  pyro-symmetric compare --data uci/energy --data-root ~/data --hidden 50 --activation tanh
+  pyro-symmetric compare
+      scikit-learn's digits, all methods, in runs/digits
+  pyro-symmetric compare --quick --methods mean-field,hmc
+      a first look in under two minutes
+  pyro-symmetric compare --data uci/energy --data-root ~/data --hidden 50
   pyro-symmetric compare --data csv:houses.csv --target price
   pyro-symmetric compare --data fashion-mnist --download --max-train 5000 --ood mnist
 """
@@ -133,10 +135,9 @@ def compare(options: argparse.Namespace) -> int:
     if options.methods == ("help",):
         print(list_methods(options.quick))
         return 0
-    out = (
-        options.out
-        or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
-    )
+    name = options.data.split(":")[-1].replace("/", "-")
+    quick = "-quick" if options.quick else ""
+    out = options.out or f"runs/{name}{quick}"
     study = run_study(settings_of(options), out, progress=options.progress)
     # imports matplotlib, which the study has required
     from pyro_symmetric.study.report import summary_table

@@ -453,8 +453,8 @@ def _require_meaning(loss: str, y: Tensor) -> None:
     if (loss != "mse" and low < 0) or (loss == "binary_cross_entropy" and high > 1):
         raise ValueError(
             f"data: targets of {loss!r} lie from {low:g} to {high:g}; they must be "
-            "probabilities, or labels from 0 on (of two classes 0 and 1); other numbers "
-            "take 'mse'"
+            "probabilities, or labels from 0 on (of two classes 0 and 1); other "
+            "numbers take 'mse'"
         )
 
 

@@ -156,8 +156,8 @@ class BayesianModel(nn.Module):
             if not value.is_floating_point()
         ]:
             raise ValueError(
-                f"the parameters {unexpected} aren't real numbers; build complex ones from "
-                "two real parts"
+                f"the parameters {unexpected} aren't real numbers; build complex ones "
+                "from two real parts"
             )
         num_data = arguments.whole(
             "num_data", num_data, 1, none="the rows of each call"

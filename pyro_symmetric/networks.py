@@ -223,7 +223,10 @@ def failing_layer(net: nn.Module, *args: Any) -> str:
     title = (
         f"layer {names[layer]!r}, {layer}" if parameter_shapes else type(layer).__name__
     )
-    return f"{title} with parameters {parameter_shapes}, given two rows {shapes}: {message}"
+    return (
+        f"{title} with parameters {parameter_shapes}, given two rows {shapes}: "
+        f"{message}"
+    )
 
 
 def import_torchvision() -> ModuleType:

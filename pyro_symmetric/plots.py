@@ -82,7 +82,8 @@ def traces(ax: Any, site: str, draws: Any) -> Any:
     """Plot a line for each chain of each entry, and beside it the entry's marginals.
 
     :param ax: a pair of axes.
-    :param draws: ``(chains, draws, entries)``, of which the first ten entries are drawn.
+    :param draws: ``(chains, draws, entries)``, of which the first ten entries are
+        drawn.
     """
     trace_axes, density_axes = axes = axes_or_new(ax, 2)
     shown = draws[..., :MOST_ENTRIES]

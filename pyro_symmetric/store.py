@@ -18,9 +18,9 @@ other readers and never read here.
 
 The draws aren't written through zarr-python (3.1.6), which
 
-* reads a chunk into memory and rewrites it as a whole: a site that can be mapped is one
-  chunk, and appending to it takes 2,700 µs a draw of 16 chains and 100 weights, 22 µs in
-  chunks of 50 draws, which can't be mapped as one tensor;
+* reads a chunk into memory and rewrites it as a whole: a site that can be mapped is
+  one chunk, and appending to it takes 2,700 µs a draw of 16 chains and 100 weights,
+  22 µs in chunks of 50 draws, which can't be mapped as one tensor;
 * makes an array without allocating its room, so that a full disk shows hours later;
 * never syncs a file, so that a checkpoint could reach the disk before its draws;
 * has no bfloat16, and takes 1.4 s to import.

@@ -79,9 +79,9 @@ MOST_RESTARTS = 64
 RESTARTS = 3
 RESTARTS_ENTRIES = 2**20
 NARROW = 256
-# The most chains of restarts, and the least restarts of each. Of 400 alignments of three
-# and four layers of eight units to noisy copies, two missed the planted one, and neither
-# was called converged; one that found it wasn't either.
+# The most chains of restarts, and the least restarts of each. Of 400 alignments of
+# three and four layers of eight units to noisy copies, two missed the planted one, and
+# neither was called converged; one that found it wasn't either.
 MOST_CHAINS = 8
 LEAST_KICKS = 4
 # Ends of chains agree if their costs differ by no more than this fraction.

@@ -175,7 +175,10 @@ class Frame:
         ends = (
             ""
             if self.starts_agree
-            else f"; starts disagree, they end at {', '.join(f'{e:.4g}' for e in self.ends)}"
+            else (
+                "; starts disagree, they end at "
+                f"{', '.join(f'{e:.4g}' for e in self.ends)}"
+            )
         )
         return (
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> "

@@ -14,15 +14,17 @@ A cost is an elementwise function. Over all permutations and signs it is, up to 
 constant, minus the score: the inner product of features of the reference and of the
 moved source.
 
-========================  ==================================  ===========================  =============================
-cost                      cost of one weight                  features of the reference    features of the source
-========================  ==================================  ===========================  =============================
-``"l2"``                  :math:`(m_0 - m_1)^2`               :math:`m_0`                  :math:`m_1`
-``"wasserstein"``         and :math:`(s_0 - s_1)^2`           :math:`m_0, s_0`             :math:`m_1, s_1`
-``"gaussian"``            :math:`-E \log N(w; m_0, s_0^2)`    :math:`m_0/s_0^2,            :math:`m_1, s_1^2 + m_1^2`
-                                                              -1/2s_0^2`
-activations               minus the product                   standardised                 standardised
-========================  ==================================  ===========================  =============================
+=================  ==============================  ==================  ===============
+cost               cost of one weight              features of the     features of the
+                                                   reference           source
+=================  ==============================  ==================  ===============
+``"l2"``           :math:`(m_0 - m_1)^2`           :math:`m_0`         :math:`m_1`
+``"wasserstein"``  and :math:`(s_0 - s_1)^2`       :math:`m_0, s_0`    :math:`m_1,
+                                                                       s_1`
+``"gaussian"``     :math:`-E \log N(w; m_0,        :math:`m_0/s_0^2,   :math:`m_1,
+                   s_0^2)`                         -1/2s_0^2`          s_1^2 + m_1^2`
+activations        minus the product               standardised        standardised
+=================  ==============================  ==================  ===============
 
 ``"l2"``, and ``"wasserstein"`` of plain networks, is weight matching (Ainsworth et al.
 2023, arXiv 2209.04836). ``"gaussian"`` is, up to the source's entropy, the

@@ -394,7 +394,10 @@ def _to_predict(
     """Return the network's model and inputs: the given ones, or those that the
     posterior was drawn from.
     """
-    wanted = "a BayesianModel; for another model pass predictions=predict(posterior.samples, model, x, kind='mean')"
+    wanted = (
+        "a BayesianModel; for another model pass "
+        "predictions=predict(posterior.samples, model, x, kind='mean')"
+    )
     arguments.instance("model", model, (BayesianModel, type(None)), wanted)
     source = posterior.source
     if model is None and source is not None and isinstance(source.model, BayesianModel):
@@ -456,7 +459,10 @@ def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
     predictions, else weights modulo symmetry, else raw weights (of a network, the log
     density if it is known), each with the log density."""
     if not statistics:
-        words = f"too few draws to tell whether chains agree: at least {LEAST_DRAWS} of each are needed"
+        words = (
+            f"too few draws to tell whether chains agree: at least {LEAST_DRAWS} of "
+            "each are needed"
+        )
         return [Check(WEIGHTS, "unknown", words)]
     best = next((name for name in (PREDICTIONS, MODULO) if name in statistics), None)
     decisive = [name for name in (best or WEIGHTS, DENSITY) if name in statistics]

@@ -5,7 +5,8 @@ For a kernel :math:`k`, samples :math:`x_1 \dots x_m \sim p` and :math:`y_1 \dot
 2012, Lemma 6) is
 
 .. math:: \widehat{\mathrm{MMD}}^2 = \frac{1}{m(m-1)} \sum_{i \ne j} k(x_i, x_j)
-    + \frac{1}{n(n-1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{mn} \sum_{i, j} k(x_i, y_j).
+    + \frac{1}{n(n-1)} \sum_{i \ne j} k(y_i, y_j)
+    - \frac{2}{mn} \sum_{i, j} k(x_i, y_j).
 
 For a fixed kernel its mean is zero if :math:`p = q`, so a small value may be negative.
 As in Laurent et al. (2024, arXiv 2310.08287), it is estimated per layer with ten
@@ -20,7 +21,8 @@ such distance, and the estimate under them is slightly positive on average even 
 and kernel is standardised over the :math:`B` random permutations and the observed
 order, :math:`b = 0`, and their maximum is tested:
 
-.. math:: S_b = \max_k \frac{T_{b,k} - \bar T_k}{s_k}, \qquad p = \frac{\#\{b : S_b \ge S_0\}}{B + 1}.
+.. math:: S_b = \max_k \frac{T_{b,k} - \bar T_k}{s_k}, \qquad
+    p = \frac{\#\{b : S_b \ge S_0\}}{B + 1}.
 
 Under the null hypothesis observed and random orders are exchangeable, and every step
 treats them alike: the bandwidths, too, are those of *all* pairs. So :math:`P(p \le
@@ -203,7 +205,10 @@ def mmd_test(
         p_values = map_values(lambda part: part["p_value"], parts)
         rejected = sum(p <= level for p in p_values.values())
         worst = min(p_values, key=p_values.__getitem__)
-        verdict = f"different at level {level:g} ({against}): {rejected} of {len(parts)} layers, most clearly {worst!r}"
+        verdict = (
+            f"different at level {level:g} ({against}): {rejected} of {len(parts)} "
+            f"layers, most clearly {worst!r}"
+        )
     return SignificanceTest(
         "Two-sample test", samples.num_samples, p_value, level, verdict, parts
     )

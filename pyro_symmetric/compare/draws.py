@@ -101,8 +101,8 @@ class PairedSamples:
             counts = {len(value) for value in side.values()}
             if len(counts) > 1 or min(counts) < minimum:
                 raise ValueError(
-                    f"{name} holds {sorted(counts)} samples; all sites must have the same "
-                    f"number, at least {minimum}"
+                    f"{name} holds {sorted(counts)} samples; all sites must have the "
+                    f"same number, at least {minimum}"
                 )
 
     def columns(self, layer: str, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -326,4 +326,7 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)
-        yield f"starts disagree: their frames cost {ends}. The best is kept; more restarts may find a better one"
+        yield (
+            f"starts disagree: their frames cost {ends}. The best is kept; more "
+            "restarts may find a better one"
+        )

@@ -161,7 +161,10 @@ def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) 
     if p_value <= level:
         rejected = sum(p <= level for p in smallest.values())
         worst = min(smallest, key=smallest.__getitem__)
-        return f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most clearly {worst!r}"
+        return (
+            f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most "
+            f"clearly {worst!r}"
+        )
     few = (
         f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of "
         "units"

@@ -1,7 +1,7 @@
 """Certainty of the labels of aligned draws.
 
-A posterior may be exchangeable and yet have one mode: two empty groups, or components on
-top of one another. The labels of such units are a matter of chance in each draw, and
+A posterior may be exchangeable and yet have one mode: two empty groups, or components
+on top of one another. The labels of such units are a matter of chance in each draw, and
 aligned draws, which are sorted by it, have other means than those of the posterior. So
 a symmetry that was found, which nobody asked to remove, is removed where labels are
 certain.

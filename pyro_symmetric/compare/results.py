@@ -146,8 +146,8 @@ class Scores(dict[str, Any]):
             lines["model"] = (curve.confidence, curve.accuracy)
         else:
             raise ValueError(
-                f"scores hold {list(self)}; a plot takes those of scores.classification "
-                "or scores.regression"
+                f"scores hold {list(self)}; a plot takes those of "
+                "scores.classification or scores.regression"
             )
         return plots.curves(ax, lines, xlabel, ylabel, marker=".")
 
@@ -162,7 +162,8 @@ class Scores(dict[str, Any]):
             for name, value in self.items()
             if isinstance(value, float)
         ]
-        return f"Scores({', '.join([*numbers, *(name for name in self if not isinstance(self[name], float))])})"
+        tensors = [name for name in self if not isinstance(self[name], float)]
+        return f"Scores({', '.join([*numbers, *tensors])})"
 
 
 def by_part(parts: Parts) -> str:

@@ -201,7 +201,8 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     r"""Compute the mutual information of prediction and member for each input (Depeweg
     et al. 2018, arXiv 1710.07283).
 
-    .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
+    .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s]
+        \in [0, \log \min(S, C)],
 
     the entropy of the mean prediction minus the mean entropy; zero if all members
     predict alike.
@@ -303,7 +304,8 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     r"""Compute the total variation distance of two predictive distributions: ``mean``
     and ``maximum`` over inputs, and ``each`` input's.
 
-    .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)| = \frac12 \int |p(y) - q(y)| \, dy \in [0, 1].
+    .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)|
+        = \frac12 \int |p(y) - q(y)| \, dy \in [0, 1].
 
     Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of
     HMC by its mean over inputs.
@@ -334,7 +336,8 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
         raise TypeError(
-            "p and q must both be class probabilities, or both pairs (means, noise_scale)"
+            "p and q must both be class probabilities, or both pairs (means, "
+            "noise_scale)"
         )
     first, second = _side(p, "p"), _side(q, "q")
     shapes = [tuple(side[0].shape[1:]) for side in (first, second)]

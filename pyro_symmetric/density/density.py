@@ -1,7 +1,8 @@
 r"""Potential energy of any Pyro model, for many chains at once; discrete sites are
 summed out.
 
-.. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
+.. math:: U(z) = -\log p(w(z), \text{data})
+    - \log\left|\det \frac{\partial w}{\partial z}\right|
 
 for the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. The engine
 and the number of chains in a chunk are chosen when the density is made, by rules
@@ -48,9 +49,10 @@ from pyro_symmetric.weights import (
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "eager", "layers", "compiled")
-"""The engines that compute energies and gradients. ``"eager"``: the model mapped over chains. ``"layers"``: a loop over
-the layers of feed-forward networks. ``"compiled"``: programs of PyTorch's compiler, for any model and kernel. They take
-some seconds to compile, more for long models, and are cached."""
+"""The engines that compute energies and gradients. ``"eager"``: the model mapped over
+chains. ``"layers"``: a loop over the layers of feed-forward networks. ``"compiled"``:
+programs of PyTorch's compiler, for any model and kernel. They take some seconds to
+compile, more for long models, and are cached."""
 # leapfrog steps of a trajectory in one dimension, typical of regressions; in D they
 # grow as D^(1/4)
 STEPS = 4
@@ -241,7 +243,10 @@ class Density:
             if self.engine_reason
             else repr(self.engine)
         )
-        return f"Density({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, engine={engine})"
+        return (
+            f"Density({self.target}, dim={self.dim}, device={self.device}, "
+            f"dtype={self.dtype}, engine={engine})"
+        )
 
     # energy ---------------------------------------------------------------------------
 
@@ -413,7 +418,8 @@ def fused(density: Any, function: Function, *inputs: Any) -> Any:
     """Return ``function(evaluate, *inputs)``, computed by one program if the density's
     engine compiles.
 
-    :param density: a :class:`Density`, or any object with its ``energy_and_gradient(z)``.
+    :param density: a :class:`Density`, or any object with its
+        ``energy_and_gradient(z)``.
     :param function: a module-level function, since it identifies the program. It
         computes with tensors, draws no random numbers and doesn't branch on values.
         ``evaluate`` takes positions ``(C, D)``.

@@ -1,7 +1,8 @@
 r"""Engine ``"layers"``: energy and gradient of Bayesian feed-forward networks, without
 running the model.
 
-.. math:: U(z) = \beta \sum_i \ell_i(w) - \log p(w) + \text{const}, \qquad \beta = \frac{N}{B\,T}\,\tau
+.. math:: U(z) = \beta \sum_i \ell_i(w) - \log p(w) + \text{const},
+    \qquad \beta = \frac{N}{B\,T}\,\tau
 
 with :math:`\ell` the cross-entropy and :math:`\tau = 1`, or half the squared error and
 :math:`\tau` the noise precision; :math:`T` is the likelihood's temperature, and a

@@ -217,7 +217,8 @@ def check_observed(observed: Iterable[Any]) -> None:
 
 def require_possible_data(sites: Iterable[Any]) -> None:
     """Raise ``ValueError`` that names an observed site with data outside of its support
-    to which its distribution doesn't give the log-density ``-inf``, as a Bernoulli to 3.
+    to which its distribution doesn't give the log-density ``-inf``, as a
+    Bernoulli to 3.
 
     Run it without Pyro's validation. Rows that are masked out may hold anything.
     """

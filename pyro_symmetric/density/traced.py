@@ -4,9 +4,9 @@ at once by vmap.
 :class:`Traced` is shared by samplers and predictions; :class:`TracedTarget` is the
 density that samplers move on. A model that :func:`torch.func.vmap` refuses, such as one
 that branches on a sampled value, is run for one draw after another. Discrete latent
-sites are summed out by :mod:`~pyro_symmetric.density.enumeration`. Parts of Pyro and PyTorch
-that vmap refuses have equivalent stand-ins, which select or concatenate instead of
-writing into a tensor.
+sites are summed out by :mod:`~pyro_symmetric.density.enumeration`. Parts of Pyro and
+PyTorch that vmap refuses have equivalent stand-ins, which select or concatenate instead
+of writing into a tensor.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ class TracedTarget(Traced):
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
         if not observed and (hidden := hidden_sites(self._prior_run, observed=True)):
             warnings.warn(
-                f"the model hides its observed sites {hidden} by poutine.block, so that "
-                "its density is the prior's; pass the model without the block to "
+                f"the model hides its observed sites {hidden} by poutine.block, so "
+                "that its density is the prior's; pass the model without the block to "
                 "condition on them",
                 UserWarning,
                 stacklevel=4,

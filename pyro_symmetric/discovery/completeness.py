@@ -3,8 +3,9 @@ of those that were found.
 
 A continuous symmetry moves weights along the null space of the Jacobian of a network's
 outputs, at many inputs. Its dimension is compared with the rank of the tangents of the
-scales, shifts and rotations that were found, at several random points near the network's weights:
-one may have a larger null space by accident (a unit that no input switches on, say).
+scales, shifts and rotations that were found, at several random points near the
+network's weights: one may have a larger null space by accident (a unit that no input
+switches on, say).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ columns are the axes; the exponents are the small integers of its null space. If
 may be shifted, the entries of its gradient sum to zero.
 
 Gradients are taken in a twin of the network, in which a clamp, say, blocks scales even
-where its inputs don't reach its bounds. Signs obey the same law, modulo two, in a linearised twin
-(:mod:`~pyro_symmetric.discovery.linear_twin`), in which each read of a parameter has a
-law of its own (:mod:`~pyro_symmetric.discovery.reads`). Whatever the law proposes is
-then tried on the network itself.
+where its inputs don't reach its bounds. Signs obey the same law, modulo two, in a
+linearised twin (:mod:`~pyro_symmetric.discovery.linear_twin`), in which each read of a
+parameter has a law of its own (:mod:`~pyro_symmetric.discovery.reads`). Whatever the
+law proposes is then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 Laurent, Aldea & Franchi 2024, arXiv 2310.08287 (scalings); Wiese et al. 2023, arXiv

@@ -103,8 +103,8 @@ def find_symmetry(
 
     A network's function maps the tensors among the inputs to those among the outputs.
     Random numbers that the network draws are held fixed; masks of dropout, and noise in
-    train mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't found,
-    and how networks on the meta device are treated.
+    train mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't
+    found, and how networks on the meta device are treated.
 
     :param net: any module that ``torch.export`` can trace, which isn't changed; or a
         Pyro model, a function or a module that observes data.

@@ -1063,8 +1063,8 @@ def _results(flow: Flow, call: Call) -> list[Value]:
     results = [returned] if isinstance(returned, Value) else list(returned or ())
     if not results or not all(isinstance(value, Value) for value in results):
         raise TypeError(
-            f"the rule of {flow.operator} returned {returned!r}; it must return what the "
-            "flow's methods do"
+            f"the rule of {flow.operator} returned {returned!r}; it must return what "
+            "the flow's methods do"
         )
     left_out = call.shapes[len(results) :]
     if left_out and any(number >= len(results) for number in call.read):

@@ -101,7 +101,8 @@ def verify_model(
     ... )  # the axis that the declaration lacks
     (False, True)
 
-    :param symmetry: a declared group, or a symmetry; its permutations, signs and rotations count.
+    :param symmetry: a declared group, or a symmetry; its permutations, signs and
+        rotations count.
     :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data
         included. (If some of these are called ``trials`` or ``tolerance``, give
         ``functools.partial(model, ...)``.)
@@ -282,7 +283,10 @@ def _remedy(
     if untouched := sorted(
         {axis.site for axis in units.axes} & set(group.buffers) - set(shapes)
     ):
-        return f"if running statistics {untouched} moved along, which stay in the model; symmetry.holding(net) leaves them"
+        return (
+            f"if running statistics {untouched} moved along, which stay in the model; "
+            "symmetry.holding(net) leaves them"
+        )
     places = {(axis.site, axis.dim) for axis in units.axes}
     free = {
         (site, dim)
@@ -308,5 +312,8 @@ def _remedy(
                 and "permute" in group[broken.name].moves
             ):
                 return f"with even=[{site!r}] in the declaration, whose signs then stay"
-            return f"{'without' if (site, dim) in places else 'with'} axis {dim} of {site!r}"
+            return (
+                f"{'without' if (site, dim) in places else 'with'} axis {dim} of "
+                f"{site!r}"
+            )
     return ""

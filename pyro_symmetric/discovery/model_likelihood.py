@@ -4,9 +4,9 @@ breaks.
 They are no symmetry, but chains move slowly along them: the scale between ability and
 discrimination in a model of answers, or a constant that is added to all logits. Moves
 :math:`\theta_i \to e^{a_i t} \theta_i + b_i t` of the sites :math:`i` leave the
-log-likelihood unchanged if the derivatives along them, measured by differences at random
-points, cancel. So their exponents :math:`a_i` and :math:`b_i` are the null space of a
-small matrix.
+log-likelihood unchanged if the derivatives along them, measured by differences at
+random points, cancel. So their exponents :math:`a_i` and :math:`b_i` are the null space
+of a small matrix.
 """
 
 from __future__ import annotations

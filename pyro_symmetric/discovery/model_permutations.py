@@ -285,8 +285,8 @@ def position_classes(
 def _levelled(
     density: ModelDensity, value: Tensor, place: Place, count: int, start: int
 ) -> Tensor:
-    """Make the units from ``start`` on similar_places: by their mean if that lies in the
-    support, else by copies of one.
+    """Make the units from ``start`` on similar_places: by their mean if that lies in
+    the support, else by copies of one.
     """
     index = place.index(count)
     by_unit = value.index_select(place.dim, index.flatten().to(value.device))

@@ -30,9 +30,10 @@ from pyro_symmetric.discovery.registry import (
 
 # Elementwise functions that PyTorch doesn't tag as pointwise. Dropout is the identity,
 # or its mean.
-UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
-    log_sigmoid special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel
-    rsub rrelu threshold dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
+UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy
+    _conj _neg_view hardswish log_sigmoid special_expit floor_divide polar __and__
+    __or__ complex max.other min.other masked_fill _prelu_kernel rsub rrelu threshold
+    dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
 
 
 @register_rule(torch.Tag.pointwise, *UNTAGGED.split())
@@ -115,9 +116,11 @@ def made(flow: Flow, call: Call) -> Value:
 # Factories that take at most a shape from an operand, and random numbers whose
 # distribution depends on operands. PyTorch tags more operators as random (attention,
 # recurrent layers): those have rules, or are decomposed.
-OF_SHAPE = """empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like randint_like
-    uniform exponential cauchy log_normal geometric normal_functional""".split()  # noqa: SIM905
-OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
+OF_SHAPE = """empty_like new_empty new_empty_strided rand randn randint randperm
+    rand_like randn_like randint_like uniform exponential cauchy log_normal geometric
+    normal_functional""".split()  # noqa: SIM905
+OF_PARAMETERS = """bernoulli normal multinomial poisson binomial _standard_gamma
+    _sample_dirichlet""".split()  # noqa: SIM905
 
 
 @register_rule(*OF_SHAPE, *OF_PARAMETERS)
@@ -158,8 +161,9 @@ def _pinned_along(flow: Flow, call: Call) -> Value:
 
 
 @register_rule(
-    "sum", "mean", "nansum", "amax", "amin", "std", "var", "var_mean", "std_mean", "max", "min", "median", "kthvalue",
-    "logsumexp", "prod", "any", "all", "count_nonzero", "linalg_vector_norm", "argmax", "argmin",
+    "sum", "mean", "nansum", "amax", "amin", "std", "var", "var_mean", "std_mean",
+    "max", "min", "median", "kthvalue", "logsumexp", "prod", "any", "all",
+    "count_nonzero", "linalg_vector_norm", "argmax", "argmin",
 )  # fmt: skip
 def symmetric(flow: Flow, call: Call) -> list[Value]:
     """Reduce symmetrically; pin units if the positions of extreme entries are read."""
@@ -235,8 +239,9 @@ def group_norm(flow: Flow, call: Call) -> Value:
 
 
 @register_rule(
-    "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
+    "batch_norm", "_native_batch_norm_legit_no_training",
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
+    "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
 )  # fmt: skip
 def batch_norm(flow: Flow, call: Call) -> Value:
     """Normalise over all axes but that of the channels: units along any one axis may
@@ -449,10 +454,12 @@ def _per_group(
     return flow.reshape(result, [*batch, -1])
 
 
-CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fractional_max_pool{d}d avg_pool{d}d
-    adaptive_avg_pool{d}d _adaptive_avg_pool{d}d reflection_pad{d}d replication_pad{d}d upsample_nearest{d}d
-    _upsample_nearest_exact{d}d upsample_linear{d}d upsample_bilinear{d}d upsample_bicubic{d}d upsample_trilinear{d}d
-    _upsample_bilinear{d}d_aa _upsample_bicubic{d}d_aa grid_sampler_{d}d"""
+CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d
+    fractional_max_pool{d}d avg_pool{d}d adaptive_avg_pool{d}d _adaptive_avg_pool{d}d
+    reflection_pad{d}d replication_pad{d}d upsample_nearest{d}d
+    _upsample_nearest_exact{d}d upsample_linear{d}d upsample_bilinear{d}d
+    upsample_bicubic{d}d upsample_trilinear{d}d _upsample_bilinear{d}d_aa
+    _upsample_bicubic{d}d_aa grid_sampler_{d}d"""
 
 
 @register_rule(*(name.format(d=d) for name in CHANNELWISE.split() for d in "123"))

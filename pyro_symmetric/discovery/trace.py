@@ -44,10 +44,15 @@ from pyro_symmetric.networks import failing_layer
 
 UNTRACEABLE = """\
 {net} can't be traced by torch.export ({error}). A forward pass may not depend on the
-numbers that flow through it (no `if x.sum() > 0`). Trace the part that has no such branches, or declare the group:
+numbers that flow through it (no `if x.sum() > 0`). Trace the part that has no such
+branches, or declare the group:
 
     group = ps.Group.declare(
-        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
+        {{  # per axis
+            "0.weight": ("hidden", None),
+            "0.bias": ("hidden",),
+            "2.weight": (None, "hidden"),
+        }},
         dict(net.named_parameters()),
     )"""
 CACHES = frozenset(
@@ -270,7 +275,10 @@ def _exported(net: TensorsOnly) -> ExportedProgram:
                 {op: steps for op, steps in table.items() if rule_for(op) is None}
             )
         except Exception as error:  # torch.export raises whatever the forward pass met
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            reason = (
+                f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
             raise UntraceableError(
                 UNTRACEABLE.format(net=type(net.net).__name__, error=reason)
             ) from error

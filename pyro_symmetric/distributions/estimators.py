@@ -193,7 +193,8 @@ class ExactOrbit(OrbitEstimator):
     r"""The sum over the whole orbit, for small groups: the reference for every other
     estimator.
 
-    .. math:: \log \bar q(w) = \log \frac{1}{|E|} \sum_{e \in E} \frac{1}{|S|} \sum_{s \in S} q(s \cdot e \cdot w),
+    .. math:: \log \bar q(w) = \log \frac{1}{|E|} \sum_{e \in E}
+        \frac{1}{|S|} \sum_{s \in S} q(s \cdot e \cdot w),
        \qquad G = S \times E
 
     If units are independent under the base (mean-field, or unit blocks), the sum over

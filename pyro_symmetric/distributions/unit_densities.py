@@ -5,7 +5,8 @@ draw whose units are permuted is a sum over places, :math:`\log q(p \cdot w) = \
 A_{j\,p(j)} + \dots`, of the log-densities of unit ``i`` in place ``j``, up to a
 constant for each place,
 
-.. math:: A_{ji} = \sum_a \Big( w_{i,a} \frac{m_{j,a}}{s_{j,a}^2} - \frac{w_{i,a}^2}{2 s_{j,a}^2} \Big)
+.. math:: A_{ji} = \sum_a \Big( w_{i,a} \frac{m_{j,a}}{s_{j,a}^2}
+    - \frac{w_{i,a}^2}{2 s_{j,a}^2} \Big)
 
 over the unit's weights ``a``, incoming and outgoing; units with signs have a matrix for
 either sign. Proposals are drawn from these matrices, and the importance weights are

@@ -5,7 +5,8 @@ unconstrained coordinates ``u`` of values ``w = t(u)``, with ``t`` the bijection
 site's support. The group acts on the values, and so on ``u`` by
 :math:`u \mapsto t^{-1}(g \cdot t(u))`, with log-determinant
 
-.. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))| + \log|\det g| .
+.. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))|
+    + \log|\det g| .
 
 For permutations and signs it vanishes if ``t`` works entry by entry, and also for
 stick-breaking, whose determinant, the product of all entries of ``w``, is symmetric.

@@ -954,8 +954,8 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
 
 
 def _normalises(permuting: _Occupied, moved: _Occupied, inside: bool) -> bool:
-    """Return whether permutations of ``permuting`` map the moves of ``moved``, which may
-    lie inside its units, to moves of ``moved``.
+    """Return whether permutations of ``permuting`` map the moves of ``moved``, which
+    may lie inside its units, to moves of ``moved``.
     """
     units = permuting.units
     shifts = "shift" in moved.units.moves

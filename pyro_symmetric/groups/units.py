@@ -4,7 +4,8 @@ the elements that move them.
 An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m``
 (signs times scales; or rotations, of units that rotate), then its permutations ``p``:
 
-.. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
+.. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i,
+    \qquad (p \cdot w)_i = w_{p(i)} .
 
 The units of a group are numbered consecutively, and an element stores one tensor a
 move, ``batch_shape + (units,)``, and the matrices of rotations, flattened. The *image*
@@ -406,7 +407,10 @@ class Element:
 
     def __repr__(self) -> str:
         sizes = [f"{name}: {self.group[name].number}" for name in self.group.factors]
-        return f"Element(batch_shape={tuple(self.batch_shape)}, {', '.join(sizes) or 'trivial'})"
+        return (
+            f"Element(batch_shape={tuple(self.batch_shape)}, "
+            f"{', '.join(sizes) or 'trivial'})"
+        )
 
     @property
     def device(self) -> torch.device | None:
@@ -734,8 +738,8 @@ def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     ordered: dict[str, Units] = {}
     if len(named) < len(units):
         raise ValueError(
-            f"two sets of units have one name: {[unit_set.name for unit_set in units]}; each "
-            "needs its own"
+            "two sets of units have one name: "
+            f"{[unit_set.name for unit_set in units]}; each needs its own"
         )
     for unit_set in units:
         line = [unit_set]

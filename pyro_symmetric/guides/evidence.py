@@ -1,18 +1,21 @@
 r"""ELBOs of a guide and estimates of its model's log-evidence: importance sampling, and
 a bridge to chains.
 
-.. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q)
-   \;\le\; \log p(D) = \log \mathbb E_{\bar q}\big[e^{\ell(w)}\big], \qquad \ell(w) = \log p(w, D) - \log \bar q(w)
+.. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)]
+   \;\le\; \mathrm{ELBO}(\bar q)
+   \;\le\; \log p(D) = \log \mathbb E_{\bar q}\big[e^{\ell(w)}\big],
+   \qquad \ell(w) = \log p(w, D) - \log \bar q(w)
 
 *Importance sampling* averages the weights :math:`e^{\ell}` over draws of the guide; its
 error is known if their tail is light, by the Pareto shape ``k`` (Vehtari et al. 2024,
-arXiv 1507.02646), and grows with ``k``. *Bridge sampling* (Meng & Wong 1996; Gronau et al. 2017, arXiv
-1703.05984) also takes draws :math:`w_j` of the posterior, in any copies, beside the
-guide's
+arXiv 1507.02646), and grows with ``k``. *Bridge sampling* (Meng & Wong 1996; Gronau et
+al. 2017, arXiv 1703.05984) also takes draws :math:`w_j` of the posterior, in any
+copies, beside the guide's
 :math:`w_i`: with :math:`s_1, s_2` the shares of effective draws of posterior and guide,
 and :math:`\sigma` the logistic function, its estimate is the only root ``x`` of
 
-.. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c) = \frac1{s_2} \operatorname{mean}_j\,
+.. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c)
+    = \frac1{s_2} \operatorname{mean}_j\,
     \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1} .
 
 All of this holds for estimates of :math:`\log \bar q`, too: :math:`e^{\ell}` is then a
@@ -239,7 +242,8 @@ def evidence(
     """Return the ELBOs of a guide, and estimates of its model's log-evidence by
     importance and bridge sampling.
 
-    >>> def model():  # two components; the evidence is log(1/2) + 2 log N(5; 0, sqrt(10))
+    >>> # two components; the evidence is log(1/2) + 2 log N(5; 0, sqrt(10))
+    >>> def model():
     ...     locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
     ...     y = (
     ...         dist.MixtureSameFamily(
@@ -379,8 +383,8 @@ def evidence(
     rotating = [group[name].size for name in group.names("rotate")]
     if max(rotating, default=0) > SURE_UNITS:
         doubts += (
-            f"rotations: {max(rotating)} units have modes that proposals may miss, good "
-            f"up to {SURE_UNITS}",
+            f"rotations: {max(rotating)} units have modes that proposals may miss, "
+            f"good up to {SURE_UNITS}",
         )
     elbo = float(plain.mean())
     if units and group.log_order() and not rotating:
@@ -624,7 +628,7 @@ def pareto_k(log_ratios: Tensor) -> float:
 
 
 def _tail_length(count: int) -> int:
-    """Return the number of the largest of so many weights, to which a tail is fitted."""
+    """Return the number of the largest of all weights, to which a tail is fitted."""
     return math.ceil(min(count / 5, 3 * count**0.5))
 
 

@@ -5,7 +5,8 @@ For a model whose joint density is invariant under a finite group, with base gui
 and
 :math:`\bar q(w) = \frac1{|G|} \sum_g q(g \cdot w)`,
 
-.. math:: \mathrm{ELBO}(\bar q) = \mathrm{ELBO}(q) + I(g; w), \qquad 0 \le I(g; w) \le \log|G| .
+.. math:: \mathrm{ELBO}(\bar q) = \mathrm{ELBO}(q) + I(g; w), \qquad
+    0 \le I(g; w) \le \log|G| .
 
 Draws are draws of ``q``, moved by a uniform element of the group.
 
@@ -114,10 +115,11 @@ class AutoSymmetrized(WeightsGuide):
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate). Discrete sites are no part of the guide: ``TraceEnum_ELBO`` sums them
         out of ``pyro.infer.config_enumerate(model)``.
-    :param symmetry: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales
-        and shifts are left out: no proper prior is invariant under them. ``"auto"``:
-        that of ``base`` if it is symmetrised, else the model's, found at the first call
-        with its arguments. ``None``, or a model without any: the plain guide.
+    :param symmetry: permutations, signs, or both, e.g. ``find_symmetry(net, x)``.
+        Scales and shifts are left out: no proper prior is invariant under them.
+        ``"auto"``: that of ``base`` if it is symmetrised, else the model's, found at
+        the first call with its arguments. ``None``, or a model without any: the plain
+        guide.
     :param base: a class of :class:`~pyro.infer.autoguide.AutoContinuous`,
         :class:`~pyro_symmetric.AutoUnitBlocks` among them (``AutoNormal`` stands for
         ``AutoDiagonalNormal``); or a set-up guide, which is copied.

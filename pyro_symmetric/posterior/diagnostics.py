@@ -49,8 +49,14 @@ STANDARD_ERRORS = 3.0  # by which a temperature must be off
 # likewise, of one of several sites: false alarms 7e-6 each
 STANDARD_ERRORS_OF_SITE = 4.5
 
-RELABELLED = "If the model's components or units can be relabelled, diagnose(posterior) tells whether that is all"
-TOO_LARGE = "the step size is too large for all of them, or the density or its gradient is broken"
+RELABELLED = (
+    "If the model's components or units can be relabelled, diagnose(posterior) tells "
+    "whether that is all"
+)
+TOO_LARGE = (
+    "the step size is too large for all of them, or the density or its gradient is "
+    "broken"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,10 @@ def finite(draws: Tensors) -> Check:
             finding = (
                 f"{name} is NaN or infinite in {int(count.sum()):,} draws ({chains})"
             )
-            advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
+            advice = (
+                "leave them out by posterior.select, or draw anew with smaller steps "
+                "or dtype=torch.float64"
+            )
             return Check("finite", "fail", f"{finding}: {advice}")
     return Check("finite", "pass", "all draws are finite")
 
@@ -127,7 +136,10 @@ def finite(draws: Tensors) -> Check:
 def copies(samples: Tensors) -> Iterator[Check]:
     """Report chains that equal others draw for draw."""
     if copied := copied_chains(samples):
-        words = f"the chains {copied} equal others draw for draw; were they drawn with the same seed? Leave them out"
+        words = (
+            f"the chains {copied} equal others draw for draw; were they drawn with the "
+            "same seed? Leave them out"
+        )
         yield Check("copies", "fail", words, float(len(copied)))
 
 
@@ -153,8 +165,14 @@ def moving(samples: Tensors) -> Check:
         moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
     )
     slow = (shares < MOVING[0]).nonzero().flatten().tolist()
-    finding = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
-    advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
+    finding = (
+        f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the "
+        "others' spread"
+    )
+    advice = (
+        "start elsewhere (initial=), take smaller steps, or leave out by "
+        "posterior.select"
+    )
     return checked(
         "moving",
         float(shares.min()),
@@ -175,8 +193,14 @@ def disagreement(samples: Tensors, subsampled: bool) -> Check:
     if not worst:
         return Check("weights", "unknown", f"no chain moves: {TOO_LARGE}")
     site = max(worst, key=worst.__getitem__)
-    finding = f"the chains disagree, so the draws are no posterior's yet: R-hat of site {site!r} is {worst[site]:.3f}"
-    advice = f"run longer, with a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
+    finding = (
+        "the chains disagree, so the draws are no posterior's yet: R-hat of site "
+        f"{site!r} is {worst[site]:.3f}"
+    )
+    advice = (
+        "run longer, with a longer "
+        f"warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
+    )
     return checked("weights", worst[site], R_HAT, finding, advice)
 
 
@@ -188,7 +212,10 @@ def starts(metadata: Values) -> Iterator[Check]:
     shows little.
     """
     if metadata.get("one_start"):
-        words = "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart"
+        words = (
+            "all chains started at one point, so that no R-hat shows a mode that they "
+            "all missed; start them apart"
+        )
         yield Check(
             "starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)"
         )
@@ -206,8 +233,14 @@ def warm_up(metadata: Values) -> Iterator[Check]:
     for worst in sorted(tasks, key=lambda task: task["warmup_r_hat"])[-1:]:
         length = worst.get("num_warmup", metadata.get("num_warmup"))
         r_hat = worst["warmup_r_hat"]
-        finding = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
-        advice = f"{RELABELLED}. If not, pass full_mass=True or a larger num_warmup, or reparametrise the model"
+        finding = (
+            f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half "
+            f"of {length} iterations"
+        )
+        advice = (
+            f"{RELABELLED}. If not, pass full_mass=True or a larger num_warmup, or "
+            "reparametrise the model"
+        )
         yield checked("warm-up", r_hat, (R_HAT[1], math.inf), finding, advice)
 
 
@@ -234,7 +267,10 @@ def sampler_checks(
         if subsampled:
             setting = "or tolerance"
         finding = f"{share:.2%} of the draws diverged"
-        advice = f"parts of the posterior are missed. Use a smaller step_size {setting}, a longer warm-up, or reparametrise the model"
+        advice = (
+            f"parts of the posterior are missed. Use a smaller step_size {setting}, a "
+            "longer warm-up, or reparametrise the model"
+        )
         yield checked("divergences", share, DIVERGING, finding, advice)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
@@ -257,9 +293,15 @@ def sampler_checks(
 def acceptance(rates: Tensor) -> Check:
     """Check the mean acceptance rate of every chain, from rates ``(chains, draws)``."""
     by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN: no move
-    finding = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
+    finding = (
+        f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain "
+        f"{float(by_chain.min()):.2f}"
+    )
     if stuck := (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist():
-        finding = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {finding}"
+        finding = (
+            f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): "
+            f"{finding}"
+        )
     others_move = 0 < len(stuck) < len(by_chain)
     advice = (
         "start them elsewhere (initial=), or leave them out by posterior.select; "
@@ -281,7 +323,10 @@ def energy_error(ratios: Tensor) -> Check:
     by_chain = ratios.double().nanmean(1)
     mean = float(by_chain.nanmean())
     worst = float(by_chain.nan_to_num(math.inf).max())
-    finding = f"squared energy errors are {mean:.3g} times the requested one, in the worst chain {worst:.3g}"
+    finding = (
+        f"squared energy errors are {mean:.3g} times the requested one, in the worst "
+        f"chain {worst:.3g}"
+    )
     advice = "the draws are more biased than requested. Use a longer warm-up, or NUTS"
     return checked("energy error", mean, ENERGY_ERROR, finding, advice)
 
@@ -310,9 +355,15 @@ def temperature(
     if not arrived:
         advice = "the chains don't agree yet: first a longer warm-up"
     elif mean < 1:
-        advice = "the draws spread too little, or haven't reached the posterior yet; run longer"
+        advice = (
+            "the draws spread too little, or haven't reached the posterior yet; run "
+            "longer"
+        )
     else:
-        advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
+        advice = (
+            f"they spread too widely; {'larger batches, ' * subsampled}smaller steps "
+            "or a longer warm-up"
+        )
     return Check(
         name, graded(off, TEMPERATURE), f"{finding}, should be 1: {advice}", mean
     )

@@ -432,9 +432,15 @@ class Posterior:
         arguments.fraction("prob", prob)
         total = self.counted()
         if "diverging" in self.statistics:
-            total += f"; {int(self.statistics['diverging'].sum())} of {self.num_chains * self.num_samples} diverged"
+            total += (
+                f"; {int(self.statistics['diverging'].sum())} of "
+                f"{self.num_chains * self.num_samples} diverged"
+            )
         if "acceptance_rate" in self.statistics:
-            total += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
+            total += (
+                "; mean acceptance "
+                f"{float(self.statistics['acceptance_rate'].double().mean()):.2f}"
+            )
         return Summary.of(self.samples, prob, self.kind == "chains", lead, total)
 
     def __repr__(self) -> str:
@@ -477,9 +483,15 @@ class Posterior:
     def counted(self) -> str:
         """Count the draws in words, such as ``4 chains of 100 draws``."""
         chains = self.kind == "chains"
-        unit = f"{self.num_chains} {'chain' if chains else 'row'}{'s' * (self.num_chains != 1)} of "
+        unit = (
+            f"{self.num_chains} "
+            f"{'chain' if chains else 'row'}{'s' * (self.num_chains != 1)} of "
+        )
         one_row = self.num_chains == 1 and not chains
-        return f"{unit * (not one_row)}{self.num_samples} {'' if chains else 'independent '}draws"
+        return (
+            f"{unit * (not one_row)}{self.num_samples} "
+            f"{'' if chains else 'independent '}draws"
+        )
 
     # the store ------------------------------------------------------------------------
 

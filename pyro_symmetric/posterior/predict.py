@@ -388,7 +388,10 @@ class TracedPredictor(Traced):
         if self.kind == "discrete":
             values, possible = values
             if not possible.all():
-                impossible = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
+                impossible = (
+                    f"{int((~possible).sum())} leave the data no possible values of "
+                    "the discrete sites"
+                )
                 raise ValueError(
                     f"of {len(possible)} draws, {impossible}: their density is 0 or "
                     "not a number"

@@ -42,8 +42,8 @@ HEAD = (
 
 
 def table(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = (0,)) -> str:
-    """Align rows of cells in columns; the columns ``left_aligned`` to the left, the others to
-    the right.
+    """Align rows of cells in columns; the columns ``left_aligned`` to the left, the
+    others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -106,8 +106,10 @@ def to_arviz(
     ... )
     >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
     >>> tree = ps.Posterior(draws, kind="chains").to_arviz(log_likelihood=(model, x, y))
-    >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
-    (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
+    >>> sorted(tree.children)
+    ['log_likelihood', 'observed_data', 'posterior']
+    >>> dict(tree["log_likelihood"].sizes)
+    {'chain': 4, 'draw': 50, 'row': 5}
 
     :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and ``row``
         for rows of data.

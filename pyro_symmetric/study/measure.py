@@ -250,10 +250,10 @@ def _contradictions(rows: Mapping[str, Json]) -> Iterator[str]:
         error = math.hypot(bound["symmetrized_error"], afterwards["symmetrized_error"])
         if elbo < other_elbo - 2 * error:
             yield (
-                f"{name} was trained for the symmetrised ELBO, but its own, {elbo:,.1f}, "
-                f"is below that of mean-field symmetrised afterwards, {other_elbo:,.1f} "
-                f"(standard error of the difference {error:.1f}): it hasn't converged, "
-                "so give it more steps."
+                f"{name} was trained for the symmetrised ELBO, but its own, "
+                f"{elbo:,.1f}, is below that of mean-field symmetrised afterwards, "
+                f"{other_elbo:,.1f} (standard error of the difference {error:.1f}): it "
+                "hasn't converged, so give it more steps."
             )
 
 

@@ -70,8 +70,10 @@ IGNORED = (
     "use_multinomial_sampling",
 )
 REFUSED = {
-    "potential_fn": "write the density as a model, e.g. pyro.sample sites with improper "
-    "priors and pyro.factor('energy', -potential)",
+    "potential_fn": (
+        "write the density as a model, e.g. pyro.sample sites with improper priors and "
+        "pyro.factor('energy', -potential)"
+    ),
     "transforms": "sites are mapped by the bijections of their supports; for others "
     "reparametrise the model by pyro.poutine.reparam",
     "min_stepsize": "the step size is adapted without bounds; leave it out",

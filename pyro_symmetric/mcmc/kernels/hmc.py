@@ -157,7 +157,8 @@ class TrajectoryLength:
     and one :math:`T` for all chains. In whitened coordinates :math:`x = W z`, with
     :math:`m` each chain's own running mean, ChEES is
 
-    .. math:: g(t) = \mathbb E\left[\tfrac14\left(\|x' - m\|^2 - \|x - m\|^2\right)^2\right].
+    .. math:: g(t) = \mathbb E\left[
+        \tfrac14\left(\|x' - m\|^2 - \|x - m\|^2\right)^2\right].
 
     All times up to :math:`T` occur, so :math:`g` is known up to there, bin by bin. The
     paper ascends its gradient in
@@ -207,8 +208,10 @@ class TrajectoryLength:
         r"""Return :math:`\log T` for the most effective draws per leapfrog step,
         ``()``; the current one without data.
 
-        .. math:: T^* = \arg\max_T \frac{1}{\bar t} \cdot \frac{\bar g}{2 \max g - \bar g}, \qquad
-            \bar g = \frac1T \int_0^T g(\lceil t \rceil)\, dt, \quad \bar t = \frac1T \int_0^T \lceil t \rceil\, dt,
+        .. math:: T^* = \arg\max_T \frac{1}{\bar t} \cdot
+            \frac{\bar g}{2 \max g - \bar g}, \qquad
+            \bar g = \frac1T \int_0^T g(\lceil t \rceil)\, dt, \quad
+            \bar t = \frac1T \int_0^T \lceil t \rceil\, dt,
 
         where :math:`\lceil t \rceil` is a time rounded up to whole steps. Trajectories
         of the largest :math:`g` are taken to give independent draws. Squared distances

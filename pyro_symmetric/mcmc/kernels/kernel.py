@@ -203,7 +203,7 @@ def normal(example: Tensor, generator: Generator) -> Tensor:
 
 
 def uniform(example: Tensor, generator: Generator) -> Tensor:
-    """Draw uniform numbers in [0, 1) with the shape, dtype and device of ``example``."""
+    """Draw uniform numbers in [0, 1), with ``example``'s shape, dtype and device."""
     return torch.empty_like(example).uniform_(generator=generator)
 
 

@@ -219,8 +219,10 @@ def kick(
     The solution is exact. With :math:`e = -g / |g|`, :math:`c = e \cdot u` and
     :math:`\delta = \varepsilon \sqrt D\, |g| / (D - 1)`,
 
-    .. math:: u' = \frac{u + e\,(\sinh \delta + c\,(\cosh \delta - 1))}{\cosh \delta + c \sinh \delta}
-        = \frac{(1 - t^2)\, u + 2 t\,(1 + c t)\, e}{1 + t^2 + 2 c t}, \qquad t = \tanh \tfrac12 \delta,
+    .. math:: u' = \frac{u + e\,(\sinh \delta + c\,(\cosh \delta - 1))}
+        {\cosh \delta + c \sinh \delta}
+        = \frac{(1 - t^2)\, u + 2 t\,(1 + c t)\, e}{1 + t^2 + 2 c t},
+        \qquad t = \tanh \tfrac12 \delta,
 
     which can't overflow. It contracts the sphere of directions by :math:`(\cosh \delta
     + c \sinh \delta)^{-(D - 1)}`. So the energy, which the exact flow conserves,
@@ -287,7 +289,8 @@ def langevin_step(
     r"""Perturb directions by standard normal noise :math:`\xi`, ``(C, D)``, then take
     an :func:`isokinetic_step`.
 
-    .. math:: u \leftarrow \frac{u + \nu \xi}{|u + \nu \xi|}, \qquad \nu^2 = (e^{2 \varepsilon / L} - 1) / D,
+    .. math:: u \leftarrow \frac{u + \nu \xi}{|u + \nu \xi|},
+        \qquad \nu^2 = (e^{2 \varepsilon / L} - 1) / D,
 
     makes directions decorrelate in the time :math:`L` (Robnik & Seljak 2023, arXiv
     2303.18221).

@@ -133,7 +133,8 @@ class SGLD(Kernel):
     def update_rule(self, tuning: StochasticTuning) -> Update:
         r"""Return the update of positions, in place.
 
-        .. math:: z \leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
+        .. math:: z \leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z)
+            + \mathcal N(0, \varepsilon G)
         """
         step = tuning.step_size * tuning.preconditioner
         spread = step.sqrt()
@@ -151,7 +152,8 @@ class SGLD(Kernel):
         Along a quadratic direction of curvature :math:`\lambda` the recursion is an
         AR(1) process with the variance
 
-        .. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4},
+        .. math:: \frac{1}{\lambda} \cdot
+            \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4},
 
         too large by about :math:`\varepsilon (\lambda + V) / 4`, and stable for
         :math:`\varepsilon < 4 / \lambda`.
@@ -283,7 +285,8 @@ class pSGLD(SGLD):
 
     Li, Chen, Carlson & Carin 2016 (arXiv 1512.07666): SGLD with
 
-    .. math:: V \leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2, \qquad G = 1 / (\delta + \sqrt V)
+    .. math:: V \leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2,
+        \qquad G = 1 / (\delta + \sqrt V)
 
     for each chain separately. Here ``G`` is adapted in warm-up and then constant. If it
     depended on the position, the diffusion would need a drift with second derivatives,
@@ -388,8 +391,10 @@ class SGHMC(SGLD):
         With unit mass, in preconditioned coordinates,
 
         .. math::
-            r &\leftarrow r - \varepsilon \nabla\tilde U(z), \qquad z \leftarrow z + \tfrac12 \varepsilon r \\
-            r &\leftarrow k r + \mathcal N\left(0,\ 1 - k^2\right), \qquad z \leftarrow z + \tfrac12 \varepsilon r,
+            r &\leftarrow r - \varepsilon \nabla\tilde U(z), 
+            \qquad z \leftarrow z + \tfrac12 \varepsilon r \\
+            r &\leftarrow k r + \mathcal N\left(0,\ 1 - k^2\right), 
+            \qquad z \leftarrow z + \tfrac12 \varepsilon r,
                 \qquad k = e^{-\varepsilon C},
 
         a BAOAB splitting (Leimkuhler & Matthews 2013, arXiv 1203.5428). With full
