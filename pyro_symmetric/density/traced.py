@@ -4,9 +4,8 @@ at once by vmap.
 :class:`Traced` is shared by samplers and predictions; :class:`TracedTarget` is the
 density that samplers move on. A model that :func:`torch.func.vmap` refuses, such as one
 that branches on a sampled value, is run for one draw after another. Discrete latent
-sites are summed out by :mod:`~pyro_symmetric.density.enumeration`. Parts of Pyro and
-PyTorch that vmap refuses have equivalent stand-ins, which select or concatenate instead
-of writing into a tensor.
+sites are summed out by :mod:`~pyro_symmetric.density.enumeration`, and what vmap
+refuses has stand-ins (:mod:`~pyro_symmetric.density.stand_ins`).
 """
 
 from __future__ import annotations
@@ -20,24 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import hmm
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.nn import PyroModule
-from pyro.ops import gaussian, special, tensor_utils
 from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Size, Tensor, nn
-from torch.distributions import Distribution
-from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import LOCK, replaced, running_pyro, without_warnings
+from pyro_symmetric._process import LOCK, without_warnings
 from pyro_symmetric.arguments import (
     Args,
     Device,
@@ -66,6 +60,7 @@ from pyro_symmetric.density.site_checks import (
     sampled,
     seen_through,
 )
+from pyro_symmetric.density.stand_ins import stand_ins
 from pyro_symmetric.errors import first_line
 from pyro_symmetric.weights import (
     Shapes,
@@ -124,7 +119,7 @@ class Traced:
         randomness: str = "error",
     ) -> Any:
         """Map a function over draws and stack its results."""
-        with _stand_ins(promoted(tree_leaves(batches))):
+        with stand_ins(promoted(tree_leaves(batches))):
             if not self.one_by_one:
                 return torch.func.vmap(function, randomness=randomness)(*batches)
             count = len(tree_leaves(batches)[0])
@@ -159,7 +154,7 @@ class Traced:
             plates, or discrete sites for which the density of the enumerated model
             differs from that of the model itself.
         """
-        with _stand_ins(promoted(list(continuous.values()))):
+        with stand_ins(promoted(list(continuous.values()))):
             sites = sampled(self.run(continuous))
             self.enumeration = Enumeration(
                 sites, [site for site in sites if is_enumerated(site)]
@@ -285,7 +280,7 @@ class TracedTarget(Traced):
             self._require_same_layout(self._prior_run())
         if len(self.sites) < len(latent):
             self.sum_out(values)
-        with _stand_ins():
+        with stand_ins():
             require_possible_data(trace.nodes.values())
             if self.enumeration is not None:
                 self._require_same_layout(self.run(values))
@@ -298,7 +293,7 @@ class TracedTarget(Traced):
 
     def log_joint_of_one(self, weights: Weights) -> Tensor:
         """Return the log-joint density of one set of weights, without a map."""
-        with _stand_ins(promoted(list(weights.values()))):
+        with stand_ins(promoted(list(weights.values()))):
             return self._log_joint(weights, {})
 
     def _log_joint(self, weights: Weights, rows: Tensors) -> Tensor:
@@ -678,99 +673,3 @@ def promoted(values: list[Tensor]) -> Dtype:
     """
     dtypes = [value.dtype for value in values if value.is_floating_point()]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
-# stand-ins ----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _stand_ins(dtype: Dtype = None) -> Iterator[None]:
-    """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap
-    refuses.
-    """
-    with running_pyro(dtype), contextlib.ExitStack() as stack:
-        for stand_in in _STAND_INS:
-            stack.enter_context(replaced(*stand_in))
-        yield
-
-
-_validate_sample = Distribution._validate_sample
-
-
-def _unvalidated_here(self: Any, value: Tensor) -> None:
-    """Skip the validation by distributions that were built while it was on, such as a
-    ``PyroSample``'s: a diverging chain mustn't stop the others, and vmap can't trace
-    the checks. Other threads validate as usual."""
-    if not LOCK._is_owned():
-        _validate_sample(self, value)
-
-
-class _SafeLog(torch.autograd.Function):
-    """Logarithm with a finite derivative at 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.log()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad / x.clamp(min=torch.finfo(x.dtype).eps)
-
-
-def _safe_cholesky(x: Tensor) -> Tensor:
-    """Return the Cholesky factor of a matrix with jitter on its diagonal, which is
-    constant for gradients.
-    """
-    relative = tensor_utils.CHOLESKY_RELATIVE_JITTER
-    if x.size(-1) == 1:
-        return (x.clamp(min=torch.finfo(x.dtype).tiny) if relative else x).sqrt()
-    jitter = relative * torch.finfo(x.dtype).eps * x.detach().abs().max(-1).values
-    return torch.linalg.cholesky(x + jitter.diag_embed())
-
-
-def _ordered_logistic(
-    self: Any, predictor: Tensor, cutpoints: Tensor, validate_args: bool | None = None
-) -> None:
-    cdf = torch.sigmoid(cutpoints - predictor.unsqueeze(-1))
-    self.predictor = predictor.expand(cdf.shape[:-1])
-    self.cutpoints = cutpoints.expand(cdf.shape)
-    probs = torch.cat(
-        [cdf[..., :1], cdf[..., 1:] - cdf[..., :-1], 1 - cdf[..., -1:]], -1
-    )
-    super(dist.OrderedLogistic, self).__init__(probs, validate_args=validate_args)
-
-
-def _multinomial_log_prob(self: Any, value: Tensor) -> Tensor:
-    if self._validate_args:
-        self._validate_sample(value)
-    logits, value = broadcast_all(self.logits, value)
-    logits = torch.where((value == 0) & (logits == -torch.inf), 0.0, logits)
-    log_coefficient = torch.lgamma(value.sum(-1) + 1) - torch.lgamma(value + 1).sum(-1)
-    return log_coefficient + (logits * value).sum(-1)
-
-
-_exponential_log_prob = torch.distributions.Exponential.log_prob
-
-
-def _supported_exponential_log_prob(self: Any, value: Tensor) -> Tensor:
-    """Return the log-density, ``-inf`` for negative values, where PyTorch's is finite:
-    below the scale of a Pareto, say, which may be a latent site."""
-    return torch.where(value >= 0, _exponential_log_prob(self, value), -torch.inf)
-
-
-_STAND_INS: list[tuple[Any, str, Any]] = [
-    (special, "_SafeLog", _SafeLog),
-    (gaussian, "safe_cholesky", _safe_cholesky),
-    (hmm, "safe_cholesky", _safe_cholesky),
-    (dist.OrderedLogistic, "__init__", _ordered_logistic),
-    (torch.distributions.Multinomial, "log_prob", _multinomial_log_prob),
-    (torch.distributions.Exponential, "log_prob", _supported_exponential_log_prob),
-    (Distribution, "_validate_sample", _unvalidated_here),
-]
