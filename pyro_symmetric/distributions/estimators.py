@@ -385,12 +385,14 @@ def log_mean_exp(log_weights: Tensor) -> Tensor:
     return total.to(log_weights.dtype)
 
 
-def jackknifed(log_weights: Tensor) -> Tensor:
-    r"""Return ``L``, the log of the mean weight of the identity and ``K`` proposals,
-    with the gradient
+def jackknifed(
+    log_weights: Tensor, of_means: Callable[[Tensor], Tensor] = lambda means: means
+) -> Tensor:
+    r"""Return ``L``, the log of the mean weight of the identity and ``K`` proposals, or
+    a function of the logs of several means, with the gradient
     :math:`(K+1) \nabla L - \sum_{k=1}^K \nabla L_{-k}`, where :math:`L_{-k}` leaves out
         proposal ``k``."""
-    value = log_mean_exp(log_weights)
+    value = of_means(log_mean_exp(log_weights))
     if not log_weights.requires_grad:
         return value
     # -inf, of a draw without density under the base, has no gradient
@@ -400,8 +402,9 @@ def jackknifed(log_weights: Tensor) -> Tensor:
     ]
     left_out = left_out.reshape(*left_out.shape, *[1] * (log_weights.dim() - 1))
     # L_{-k}, but for a constant
-    leave_one_out = log_weights.masked_fill(left_out, -math.inf).logsumexp(1)
-    jackknife = len(log_weights) * log_weights.logsumexp(0) - leave_one_out.sum(0)
+    leave_one_out = of_means(log_weights.masked_fill(left_out, -math.inf).logsumexp(1))
+    whole = of_means(log_weights.logsumexp(0))
+    jackknife = len(log_weights) * whole - leave_one_out.sum(0)
     # a surrogate, so that it is differentiable twice
     return value.detach() + (jackknife - jackknife.detach())
 

@@ -17,6 +17,11 @@ The weights are turned by a Haar draw first, :math:`w' = h \cdot w`; the draw it
 then :math:`R_0 = h^{-1}`, distributed as :math:`q(R \cdot w')` on the orbit. Without
 that, a climb from the identity would depend on where in its orbit the draw lies, and
 claim more nats than there are.
+
+Where units permute around those that rotate, as attention heads do, the density is a
+mean over permutations of products over places, a permanent: its matrix holds, for the
+weights of each place at each other, the average over rotations there. With the identity
+among the proposals of each place for itself, the bound is that of one average.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,11 +48,13 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.distributions.estimators import (
     CHUNK_NUMBERS,
+    LARGEST_PERMANENT,
     OrbitEstimator,
     finite_estimator,
     in_chunks,
     jackknifed,
     log_mean_exp,
+    log_permanent,
 )
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks, in_blocks
 from pyro_symmetric.groups.action import Action
@@ -73,9 +80,11 @@ class RotationImportance(OrbitEstimator):
     modes of the base on the orbit.
 
     Other units are averaged over their permutations and signs. Rotations need a
-    Gaussian base that doesn't correlate the units with others that move, sites of
-    their own, and at most 16 units; otherwise their permutations and signs count
-    (:func:`plan`). From 9 units on, modes may be missed: the bound holds, but leaves
+    Gaussian base that doesn't correlate the units with others that move, at most 16
+    units, and weights that no others move, but for units around them that permute:
+    attention heads, whose permutations are summed over exactly. Otherwise their
+    permutations and signs count (:func:`plan`). From 9 units on, modes may be missed:
+    the bound holds, but leaves
     nats open. Gradients are those of
     :class:`~pyro_symmetric.distributions.SinkhornImportance`.
 
@@ -105,7 +114,7 @@ class RotationImportance(OrbitEstimator):
         total = estimator.log_prob(base, planned.finite, value)
         for part in planned.parts:
             weights = log_rotation_weights(base, part, value, self.K)
-            total = total + jackknifed(weights).to(total.dtype)
+            total = total + jackknifed(weights, _over_places).to(total.dtype)
         return total
 
     def log_prob_elsewhere(
@@ -116,7 +125,7 @@ class RotationImportance(OrbitEstimator):
         total = estimator.log_prob_elsewhere(base, planned.finite, value)
         for part in planned.parts:
             weights = log_rotation_weights(base, part, value, self.K + 1)
-            total = total + log_mean_exp(weights[1:]).to(total.dtype)
+            total = total + _over_places(log_mean_exp(weights[1:])).to(total.dtype)
         return total
 
 
@@ -136,11 +145,11 @@ def rotation_remarks(
     lines = list[str]()
     for part in planned.parts:
         weights = log_rotation_weights(base, part, value, estimator.K)
+        weights = weights.diagonal(dim1=-2, dim2=-1)
         effective = 2 * weights.logsumexp(0) - (2 * weights).logsumexp(0)
         lines.append(
-            f"averaged over O({len(part.positions)}) of {part.name!r}: "
-            f"{float(effective.exp().mean()):.1f} of {estimator.K + 1} proposals are "
-            "effective"
+            f"averaged over {part.label}: {float(effective.exp().mean()):.1f} of "
+            f"{estimator.K + 1} proposals are effective"
         )
     return (*lines, *planned.remarks)
 
@@ -149,20 +158,23 @@ def rotation_remarks(
 
 
 class RotatedPart(NamedTuple):
-    """One copy of units that rotate, and the positions of their entries in the vector,
-    ``(units, entries)``.
+    """Sets of units that rotate in a place, or in places that permute as wholes.
+
+    :param label: what is averaged over, in words.
+    :param sets: the positions in the vector of each set's entries, ``(places, units,
+        entries)``.
     """
 
-    name: str
-    positions: Tensor
+    label: str
+    sets: tuple[Tensor, ...]
 
 
 class Plan(NamedTuple):
     """The parts of an average over a group.
 
     :param group: what is averaged over.
-    :param parts: copies of units that rotate, independent of each other and of all
-        other moves under the base.
+    :param parts: units that rotate, with the wholes around them; the sets and places
+        of a part, and all other moves, are independent under the base.
     :param finite: the permutations and signs of the other units.
     :param remarks: the units that may rotate, and whose permutations and signs alone
         are averaged over, with the reason.
@@ -186,24 +198,39 @@ def plan(base: Distribution, action: Action) -> Plan:
 def _plan(action: Action, blocks: tuple[Tensor, ...] | None) -> Plan:
     group = action.group.compact
     parts, remarks = list[RotatedPart](), list[str]()
+    turning, settled = set[str](), set[str]()
+    families = dict[str, list[str]]()
     for name in group.names("rotate"):
-        copies = _positions(action, name)
-        if reason := _hindrance(action, name, copies, blocks):
-            remarks.append(
+        if group[name].size > 1:
+            families.setdefault(group[name].parent or name, []).append(name)
+    for home, names in families.items():
+        sets = {name: _positions(action, name) for name in names}
+        if reason := _hindrance(action, home, sets, blocks):
+            remarks += [
                 f"averaged over the permutations and signs of {name!r}, and not over "
                 f"their rotations: {reason}"
-            )
-        elif group[name].size > 1:
-            parts += [RotatedPart(name, positions) for positions in copies]
-    turning = {part.name for part in parts}
+                for name in names
+            ]
+            continue
+        turning.update(names)
+        settled.update((home, *names))
+        label = " and ".join(f"O({group[name].size}) of {name!r}" for name in names)
+        if home in sets:
+            places = sets[home].split(1)
+            parts += [RotatedPart(label, (positions,)) for positions in places]
+        else:
+            label = f"{label} in each of {home!r}, and their permutations"
+            parts.append(RotatedPart(label, tuple(sets.values())))
     finite = copy.copy(action)
-    finite.group = group.finite.without(turning)
+    finite.group = group.finite.without(settled)
     averaged = rotated(group.finite, tuple(turning))
     return Plan(averaged, tuple(parts), finite, tuple(remarks))
 
 
-def _positions(action: Action, name: str) -> tuple[Tensor, ...]:
-    """Return the positions of all entries of units in the vector, a copy at a time."""
+def _positions(action: Action, name: str) -> Tensor:
+    """Return the positions in the vector of all entries of units, ``(copies, size,
+    entries)``.
+    """
     group = action.group
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     viewed = group.viewed(numbers)
@@ -212,28 +239,48 @@ def _positions(action: Action, name: str) -> tuple[Tensor, ...]:
         for axis in group.axes(name)
         if axis.site in viewed
     ]
-    return torch.cat(entries, -1).split(group[name].size)
+    return torch.cat(entries, -1).unflatten(0, (-1, group[name].size))
 
 
 def _hindrance(
     action: Action,
-    name: str,
-    copies: tuple[Tensor, ...],
+    home: str,
+    sets: Mapping[str, Tensor],
     blocks: tuple[Tensor, ...] | None,
 ) -> str:
-    """Return why no average over the rotations of units is taken; empty if one is."""
-    group, places = action.group.compact, torch.cat(copies)
-    if group[name].size > MOST_UNITS:
-        return f"they are {group[name].size}, more than {MOST_UNITS}"
-    sites = {axis.site for axis in group.axes(name)}
-    moved = {axis.site for n in group.factors if n != name for axis in group.axes(n)}
-    if moved & sites or len(places.unique()) < places.numel():
-        return "other units, or they themselves a second time, move the same sites"
+    """Return why no average over the rotations of sets is taken; empty if one is.
+
+    :param home: the units around the sets, or else the set itself.
+    """
+    group = action.group.compact
+    moved = {n: _positions(action, n).flatten() for n in group.factors if n != home}
+    turned = torch.cat([positions.flatten() for positions in sets.values()])
+    beside = {name: moved[name] for name in moved if name not in sets}
+    meeting = [n for n, places in beside.items() if torch.isin(places, turned).any()]
+    largest = max(group[name].size for name in sets)
+    if largest > MOST_UNITS:
+        return f"they are {largest}, more than {MOST_UNITS}"
+    if meeting:
+        return (
+            f"{meeting} move the same sites; group.without({meeting}) leaves the "
+            "average over these"
+        )
+    if len(turned.unique()) < len(turned):
+        return "they lie along two axes of one site"
+    if home not in sets and (
+        group[home].parent
+        or group[home].moves != {"permute"}
+        or group[home].size > LARGEST_PERMANENT
+        or len(_positions(action, home).unique()) > len(turned)
+    ):
+        return (
+            f"{home!r} around them should do nothing but permute, be at most "
+            f"{LARGEST_PERMANENT}, and hold no weights that don't rotate"
+        )
     if blocks is None:
         return "the guide isn't Gaussian"
-    numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
-    moving = torch.cat([numbers[site].flatten() for site in {*moved, *sites}])
-    for positions in copies:
+    moving = torch.cat([turned, *beside.values()])
+    for positions in (places for units in sets.values() for places in units):
         for block in blocks:
             inside = torch.isin(block.cpu(), positions)
             outside = torch.isin(block.cpu(), moving) & ~inside
@@ -297,31 +344,58 @@ def _white(normal: UnitBlocks, vectors: Tensor) -> Tensor:
 def log_rotation_weights(
     base: Distribution, part: RotatedPart, value: Tensor, count: int
 ) -> Tensor:
-    r"""Return the log importance weights :math:`\log [q(R_k \cdot w) / (q(w)\, \tau(R_k
-    | w))]` of the identity and ``count`` proposals, ``(count + 1,) + batch_shape``, in
-    float64.
+    r"""Return the log importance weights :math:`\log [q_a(R_k \cdot w_b) / (q_a(w_a)\,
+    \tau(R_k | w_b))]` of the units of each place ``b`` where those of ``a`` are, in
+    float64, ``(count + 1,) + batch_shape + (sets, places, places)``.
+
+    All are those of proposals, but for the first of a place itself: the identity's.
 
     :param value: draws of the base, or any vectors, ``batch_shape + (D,)``.
     """
     vectors = value.reshape(-1, value.shape[-1])
-    positions = part.positions.to(value.device)
-    size = len(positions)
+    weights = []
+    for units in part.sets:
+        of_places = [
+            _log_weights_at(base, units.to(value.device), place, vectors, count)
+            for place in range(len(units))
+        ]
+        weights.append(torch.stack(of_places, -2))
+    stacked = torch.stack(weights, -3)
+    return stacked.view(count + 1, *value.shape[:-1], *stacked.shape[2:])
+
+
+def _log_weights_at(
+    base: Distribution, positions: Tensor, place: int, vectors: Tensor, count: int
+) -> Tensor:
+    """Return the log importance weights of the units of all places at a place,
+    ``(count + 1, draws, places)``.
+    """
+    places, size, _ = positions.shape
 
     def evaluate(rows: slice) -> Tensor:
-        chosen = vectors[rows]
-        turn = _haar((len(chosen), size), value.device)
-        form = _form(base, positions, chosen, turn @ chosen[:, positions].double())
+        units = vectors[rows][:, positions].double().flatten(0, 1)
+        chosen = vectors[rows].repeat_interleave(places, 0)
+        turn = _haar((len(chosen), size), vectors.device)
+        form = _form(base, positions[place], chosen, turn @ units)
         with torch.no_grad():
             proposals = _Proposals(form)
-            drawn = proposals.draw(count)
-            rotations = torch.cat([turn.mT.unsqueeze(1), drawn], 1)
+            rotations = proposals.draw(count + 1)
+            rotations[place::places, 0] = turn[place::places].mT
             log_density = proposals.log_density(rotations)
-        log_q = form.at(rotations)
-        return log_q - log_q[:, :1] - log_density
+        log_q = form.at(rotations).unflatten(0, (-1, places))
+        ratios = log_q - log_q[:, place, 0, None, None]
+        return ratios - log_density.view_as(ratios)
 
-    numbers = (STARTS + count) * size**2 * max(size**2, vectors.shape[-1])
+    numbers = places * (STARTS + count) * size**2 * max(size**2, vectors.shape[-1])
     weights = in_chunks(evaluate, len(vectors), CHUNK_NUMBERS // numbers)
-    return weights.mT.reshape(count + 1, *value.shape[:-1])
+    return weights.movedim(-1, 0)
+
+
+def _over_places(weights: Tensor) -> Tensor:
+    """Return the log of the mean over permutations of places, of weights ``(..., sets,
+    places, places)``.
+    """
+    return log_permanent(weights.sum(-3)) - math.lgamma(weights.shape[-1] + 1)
 
 
 class AngularSpread(NamedTuple):

@@ -90,7 +90,7 @@ def test_values_and_gradients_are_those_of_quadrature(law, case):
     value = law(loc, scale).sample((4,)).requires_grad_()
     exact = averaged(base, value, circle())
     part = plan(base, action).parts[0]
-    estimate = log_mean_exp(log_rotation_weights(base, part, value, 4000))
+    estimate = log_mean_exp(log_rotation_weights(base, part, value, 4000)[..., 0, 0, 0])
     found = base.log_prob(value) + estimate
     torch.testing.assert_close(found, exact, atol=0.1, rtol=0)
     leaves = (loc, scale, value)
@@ -229,6 +229,101 @@ def test_other_units_and_copies_are_averaged_over_as_well():
     found = RotationImportance(3000).log_prob(base, action, value)
     torch.testing.assert_close(found, exact, atol=0.1, rtol=0)
     assert plan(base, action).group.moves == {"rotate", "permute", "flip"}
+
+
+def attention(heads: int, temperatures: bool = False) -> Action:
+    """Heads that permute, with two sets of two units that rotate in each of them."""
+    places = torch.arange(2 * heads)
+    along = {"q": 0, "k": 0, "v": 0, "o": 1}
+    wholes = [Axis(site, dim, places.view(-1, 2).T) for site, dim in along.items()]
+    shapes = dict.fromkeys("qkv", torch.Size([2 * heads, 1]))
+    shapes["o"] = torch.Size([1, 2 * heads])
+    if temperatures:
+        wholes.append(Axis("t", 0, torch.arange(heads)[None]))
+        shapes["t"] = torch.Size([heads])
+    units = [Units("heads", heads, tuple(wholes), moves=frozenset({"permute"}))]
+    for name in ("qk", "vo"):
+        axes = tuple(Axis(site, along[site], places[None], 1) for site in name)
+        units.append(Units(name, 2, axes, "heads", heads, ROTATE))
+    return Action(Group(units, shapes), list(shapes), shapes)
+
+
+def averaged_over_heads(loc: Tensor, scale: Tensor, value: Tensor) -> Tensor:
+    """The log of the mean density over all permutations of heads, and by quadrature
+    over the rotations of both sets in each of them.
+    """
+    heads = len(loc) // 8
+    loc, scale, units = (v.unflatten(-1, (4, heads, 2)) for v in (loc, scale, value))
+    cells = torch.zeros(len(value), heads, heads, dtype=torch.float64)
+    for sites in ([0, 1], [2, 3]):
+        turned = torch.einsum("rij,dshj->rdshi", circle(50), units[:, sites])
+        base = dist.Normal(loc[sites].unsqueeze(2), scale[sites].unsqueeze(2))
+        log_prob = base.log_prob(turned.unsqueeze(3)).sum((2, -1))  # place, source
+        cells = cells + log_prob.logsumexp(0) - math.log(100)
+    orders = [*itertools.permutations(range(heads))]
+    by_order = [cells[:, range(heads), order].sum(-1) for order in orders]
+    return torch.stack(by_order).logsumexp(0) - math.log(len(orders))
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_heads_that_rotate_inside_are_averaged_over_their_permutations(heads):
+    torch.manual_seed(8)
+    loc, scale = moments(8 * heads, 1, 1.0, 0.4)
+    base, action = independent(loc, scale), attention(heads)
+    value = base.sample((3,)).requires_grad_()
+    exact = averaged_over_heads(loc, scale, value)
+    found = RotationImportance(2000).log_prob_elsewhere(base, action, value)
+    torch.testing.assert_close(found, exact, atol=0.1 * heads, rtol=0)
+    leaves = (loc, scale, value)
+    gradients = [
+        torch.autograd.grad(v.sum(), leaves, retain_graph=True) for v in (found, exact)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() < 0.1 * theirs.norm() + 0.1
+    assert plan(base, action).group.names("permute") == ("heads",)
+
+
+def test_few_proposals_bound_the_density_over_heads_and_have_its_gradient():
+    """With four proposals, in the mean over draws of the base."""
+    torch.manual_seed(9)
+    loc, scale = moments(16, 1, 0.7, 0.4)
+    base, action = independent(loc, scale), attention(2)
+    estimator, above, ratios, gradients = RotationImportance(4), [], [], []
+    for _ in range(24):
+        value = base.rsample((25,))
+        exact = averaged_over_heads(loc, scale, value)
+        excess = estimator.log_prob(base, action, value) - exact
+        gradients.append(torch.autograd.grad(excess.mean(), loc, retain_graph=True)[0])
+        elsewhere = estimator.log_prob_elsewhere(base, action, value)
+        above.append(excess.detach())
+        ratios.append((elsewhere - exact).detach().exp())
+    # the mean of 1 / estimate is that of 1 / density
+    assert abs(_deviations((-torch.cat(above)).exp(), 1.0)) < 4.5
+    assert _deviations(torch.cat(above), 0.0) > -4.5
+    assert float(torch.cat(above).mean()) < 1.0  # of four rotations
+    assert abs(_deviations(torch.cat(ratios), 1.0)) < 4.5
+    assert bool((_deviations(torch.stack(gradients), 0.0).abs() < 6).all())
+
+
+def test_heads_with_weights_that_do_not_rotate_are_permuted_alone():
+    action = attention(2, temperatures=True)
+    flat = independent(torch.zeros(action.dim), torch.ones(action.dim))
+    planned = plan(flat, action)
+    assert "hold no weights that don't rotate" in planned.remarks[0]
+    assert len(planned.remarks) == 2
+    assert planned.parts == ()
+
+
+def test_sets_that_share_a_site_say_which_group_has_an_average():
+    shapes = {"w": torch.Size([2, 1]), "u": torch.Size([3, 2]), "v": torch.Size([1, 3])}
+    axes = {"w": ("f", None), "u": ("g", "f"), "v": (None, "g")}
+    chain = Group.declare(axes, shapes, "rotate")
+    flat = independent(torch.zeros(11), torch.ones(11))
+    remarks = plan(flat, Action(chain, list(shapes), shapes)).remarks
+    assert len(remarks) == 2
+    assert "['g'] move the same sites; group.without(['g'])" in remarks[0]
+    alone = Action(chain.without(["g"]), list(shapes), shapes)
+    assert len(plan(flat, alone).parts) == 1
 
 
 def test_entropies_and_draws_are_those_of_all_rotations():
