@@ -301,24 +301,31 @@ def diagnose(
     )
 
 
+def modulo_symmetry(posterior: Posterior) -> Weights:
+    """Return samples modulo the symmetry of their model; none if that isn't known, or
+    would take long.
+    """
+    shapes = posterior.site_shapes.values()
+    if sum(shape.numel() for shape in shapes) <= MOST_AGREEING_ENTRIES:
+        with suppress(Exception):  # whose end would lose the draws of a run
+            group = carried_symmetry(AUTO, posterior).group
+            if group.units:
+                return frame_of_orbits(posterior, group).samples
+    return {}
+
+
 def agree_modulo_symmetry(posterior: Posterior) -> bool:
     """Return whether chains agree modulo the symmetry of their model, by at most 200
     draws of each; ``False`` if that isn't known, or would take long.
     """
-    shapes = posterior.site_shapes.values()
-    if sum(shape.numel() for shape in shapes) > MOST_AGREEING_ENTRIES:
-        return False
-    with suppress(Exception):  # whose end would lose the draws of a run
-        group = carried_symmetry(AUTO, posterior).group
-        if group.units:
-            thinned = posterior.thin(max(1, posterior.num_samples // MOST_AGREEING))
-            aligned = frame_of_orbits(thinned, group).samples
-            check = _r_hat(MODULO, map_values(chain_statistics, aligned), "")
-            return check.status in ("pass", "warn")
+    thinned = posterior.thin(max(1, posterior.num_samples // MOST_AGREEING))
+    if aligned := modulo_symmetry(thinned):
+        check = _r_hat(MODULO, map_values(chain_statistics, aligned), "")
+        return check.status in ("pass", "warn")
     return False
 
 
-FROM_ABOVE["agree"] = agree_modulo_symmetry
+FROM_ABOVE.update(agree=agree_modulo_symmetry, modulo=modulo_symmetry)
 
 
 def _on_uncertain_labels(

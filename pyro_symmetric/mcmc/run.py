@@ -53,6 +53,7 @@ from pyro_symmetric.mcmc.resume import (
     require_storable,
     unpack,
 )
+from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, look
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import (
     MIN_DRAWS,
@@ -82,7 +83,11 @@ from pyro_symmetric.weights import (
 )
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
-PLACEHOLDERS = {"num_warmup": "auto", "seed": None}  # allowed instead of a number
+PLACEHOLDERS = {
+    "num_samples": "auto",
+    "num_warmup": "auto",
+    "seed": None,
+}  # allowed instead of a number
 # next to the progress bar
 SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
 INITIALISATIONS = ("prior", "uniform")
@@ -117,7 +122,7 @@ def sample(
     kernel_or_model: Kernel | Function,
     *args: Any,
     kwargs: Keywords | None = None,
-    num_samples: int = 1000,
+    num_samples: int | Literal["auto"] = "auto",
     num_warmup: int | Literal["auto"] = "auto",
     num_chains: int | None = None,
     thinning: int = 1,
@@ -144,12 +149,13 @@ def sample(
 
     Given a model, it chooses a kernel, prints the choice and records it in
     ``metadata["chosen"]``. See
-    :doc:`/how-to/resume`, :doc:`/how-to/cluster` and, for warm-up,
-    :doc:`/explanation/chains`.
+    :doc:`/how-to/resume`, :doc:`/how-to/cluster` and, for the lengths of warm-up and
+    sampling, :doc:`/explanation/chains`.
 
     :param kernel_or_model: a kernel, which holds the model; or the model itself, called
         with ``args`` and ``kwargs``.
     :param num_samples: draws to keep of each chain, one every ``thinning`` iterations.
+        ``"auto"``: until there are 1,000 effective ones, at most 1,000 of each chain.
     :param num_warmup: iterations of adaptation, which are discarded. ``"auto"``: until
         every chain has settled.
     :param num_chains: chains that run at once. ``None``: 4, or chosen with the kernel.
@@ -220,8 +226,12 @@ def sample(
         )
     else:
         posterior = Posterior(
-            *run(settings, progress, hook, density), kind="chains", source=source
+            *run(settings, progress, hook, density, source),
+            kind="chains",
+            source=source,
         )
+        if progress and "ended" in posterior.metadata:
+            print(f"pyro_symmetric: {posterior.metadata['ended']}", file=sys.stderr)
     _warn(posterior, settings)
     return posterior
 
@@ -253,7 +263,7 @@ class Settings:
     kernel: Kernel
     args: Args = ()
     kwargs: Entries = field(default_factory=dict)
-    num_samples: int = 1000
+    num_samples: int | str = "auto"
     num_warmup: int | str = "auto"
     num_chains: int = 4
     thinning: int = 1
@@ -280,6 +290,20 @@ class Settings:
                 "was stored in"
             )
 
+    @property
+    def most_draws(self) -> int:
+        """The largest number of draws of each chain."""
+        return MOST_DRAWS if isinstance(self.num_samples, str) else self.num_samples
+
+    def ending(self, density: Density) -> Ending:
+        """Return the rule by which the run ends. ``"auto"`` ends early neither for
+        networks, whose chains rarely agree, nor for stochastic gradients, whose bias no
+        number of effective draws shows."""
+        is_fixed = density.is_network or self.kernel.subsampled
+        if is_fixed or not isinstance(self.num_samples, str):
+            return Ending(self.most_draws)
+        return Ending(MOST_DRAWS, CHECKS)
+
     def warmups(self, density: Density) -> tuple[int, ...]:
         """Return the lengths at which warm-up may end. ``"auto"`` has several, but one
         for networks, whose chains rarely agree: symmetries copy every mode."""
@@ -302,7 +326,7 @@ class Settings:
             engine=self.engine,
             batch_size=self.kernel.batch_size,
             subsampled=self.kernel.subsampled,
-            iterations=num_warmup + self.num_samples * self.thinning,
+            iterations=num_warmup + self.most_draws * self.thinning,
             num_steps=self.kernel.num_steps,
         )
 
@@ -338,6 +362,35 @@ class RunState:
     )
 
 
+@dataclass
+class Ending:
+    """The number of draws at which a run ends.
+
+    :param most: draws of each chain after which it ends in any case.
+    :param checks: numbers of draws at which it ends if they are enough.
+    :ivar has_ended: whether it has.
+    :ivar finding: of the last check.
+    """
+
+    most: int
+    checks: tuple[int, ...] = ()
+    has_ended: bool = False
+    finding: Finding | None = None
+    _checked: int = 0
+
+    def ends(self, draws: int, posterior: Callable[[], Posterior]) -> bool:
+        """Return whether the run ends after some draws of each chain.
+
+        :param posterior: returns these draws.
+        """
+        if draws in self.checks and draws != self._checked:
+            self._checked = draws
+            self.finding = look(posterior())
+        suffices = self.finding is not None and self.finding.precision.suffices
+        self.has_ended = suffices or draws >= self.most
+        return self.has_ended
+
+
 # the run ------------------------------------------------------------------------------
 
 
@@ -346,6 +399,7 @@ def run(
     progress: bool = False,
     hook: Hook | None = None,
     built: Density | None = None,
+    source: Source | None = None,
 ) -> Contents:
     """Start or resume the chains and run them to the end. Ctrl-C while sampling returns
     the draws so far.
@@ -356,12 +410,12 @@ def run(
 
     :param hook: called after every iteration.
     :param built: the density of a new run, if there is one already.
+    :param source: the model behind the draws, with its symmetry.
     :raises OSError: if there is a store in spite of ``resume=False``, or none in spite
         of ``resume=True``.
     :raises KeyboardInterrupt: in warm-up, when there are no draws to return.
     """
     store = settings.store
-    num_samples = settings.num_samples
     settings = replace(
         settings,
         initial=resolve(
@@ -382,31 +436,38 @@ def run(
         if store is not None and not recorder.failed:
             recorder.commit(
                 run_state.draws,
-                lambda: metadata(settings, density, run_state),
+                lambda: metadata(settings, density, run_state, ending),
                 lambda: pack(vars(run_state), energies(density, run_state.state.z)),
             )
 
+    def drawn() -> Posterior:
+        known = metadata(settings, density, run_state, ending)
+        contents = recorder.draws(run_state.draws, known)
+        return Posterior(*contents, kind="chains", source=source)
+
     # takes the lock before any random number is drawn
-    with Recorder(store, num_samples) as recorder:
+    with Recorder(store, settings.most_draws) as recorder:
         clock = time.perf_counter()
         if recorder.last is None:
             density = settings.density() if built is None else built
+            ending = settings.ending(density)
             run_state = start(settings, density, recorder)
             commit()
         else:
             density, run_state = restore(settings, recorder.last, recorder)
+            ending = settings.ending(density)
         try:
             with (
                 tqdm(
                     initial=done(run_state),
-                    total=run_state.num_warmup + num_samples,
+                    total=run_state.num_warmup + ending.most,
                     disable=not progress,
                     mininterval=0.2,
                 ) as bar,
                 ExitStack() as at_end,
             ):
                 at_end.callback(commit)  # however the loop ends
-                while run_state.draws < num_samples:
+                while not ending.ends(run_state.draws, drawn):
                     run_state = advance(settings, density, recorder, run_state)
                     before = clock
                     clock = time.perf_counter()
@@ -424,7 +485,8 @@ def run(
                     if clock >= recorder.next_commit:
                         commit()
                     if progress:
-                        show(bar, run_state, num_samples, recorder.diverged)
+                        show(bar, run_state, ending, recorder.diverged)
+                bar.total = bar.n
         except KeyboardInterrupt:
             if run_state.draws == 0:
                 when = (
@@ -438,7 +500,8 @@ def run(
                 )
                 raise KeyboardInterrupt(f"{when}{advice}") from None
         return recorder.draws(
-            min(num_samples, run_state.draws), metadata(settings, density, run_state)
+            min(ending.most, run_state.draws),
+            metadata(settings, density, run_state, ending),
         )
 
 
@@ -579,8 +642,11 @@ def restore(
     return density, run_state
 
 
-def metadata(settings: Settings, density: Density, run_state: RunState) -> Json:
+def metadata(
+    settings: Settings, density: Density, run_state: RunState, ending: Ending
+) -> Json:
     """Describe the run so far, for the posterior's metadata."""
+    finding = ending.finding
     return {
         "kernel": type(settings.kernel).__name__,
         "settings": settings.kernel.settings(),
@@ -599,7 +665,8 @@ def metadata(settings: Settings, density: Density, run_state: RunState) -> Json:
         "engine": density.engine,  # after compiling, which may have failed
         "engine_reason": density.engine_reason,
         "seconds": dict(run_state.seconds),
-        "interrupted": run_state.draws < settings.num_samples,
+        "interrupted": not ending.has_ended,
+        **({"ended": finding.words} if finding and ending.has_ended else {}),
     }
 
 
@@ -608,9 +675,9 @@ def done(run_state: RunState) -> int:
     return min(run_state.iteration, run_state.num_warmup) + run_state.draws
 
 
-def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -> None:
+def show(bar: tqdm[Any], run_state: RunState, ending: Ending, diverged: int) -> None:
     """Update the progress bar."""
-    bar.total = run_state.num_warmup + num_samples
+    bar.total = run_state.num_warmup + ending.most
     statistics = run_state.state.statistics
     bar.set_description(
         "warm-up" if run_state.iteration < run_state.num_warmup else "sampling",
@@ -622,6 +689,8 @@ def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -
             for name, text in SHOWN.items()
             if name in statistics
         ]
+        if ending.finding is not None:
+            parts.append(f"{ending.finding.precision.effective:,.0f} effective")
         bar.set_postfix_str(
             ", ".join([*parts, *([f"diverged {diverged}"] if diverged else [])]),
             refresh=False,
@@ -892,7 +961,7 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
 def _warn(posterior: Posterior, settings: Settings) -> None:
     """Warn of an interruption and of failed checks."""
     if posterior.metadata["interrupted"]:
-        size = f"{posterior.num_samples} of {settings.num_samples} draws of each chain"
+        size = f"{posterior.num_samples} of {settings.most_draws} draws of each chain"
         if posterior.num_chains < settings.num_chains:
             size = f"{posterior.num_chains} of {settings.num_chains} chains"
         advice = (

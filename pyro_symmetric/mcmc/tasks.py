@@ -79,7 +79,7 @@ def run_tasks(
                 done.append(Posterior(samples, statistics, metadata, kind="chains"))
             else:
                 stored = Posterior.load(task.store, verify=False)
-                stored = stored.select(draws=slice(task.num_samples))
+                stored = stored.select(draws=slice(task.most_draws))
                 done.append(replace(stored, metadata=metadata))
     except KeyboardInterrupt:
         pass
@@ -162,6 +162,7 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
         tasks.append(
             replace(
                 settings,
+                num_samples=settings.most_draws,  # parts of one length
                 num_chains=min(size, settings.num_chains - begin),
                 # None: the store's
                 seed=None if exists and settings.seed is None else _seed_of(seed, task),

@@ -457,6 +457,7 @@ class Posterior:
         ]
         remarks = {
             "chosen": self.metadata.get("chosen"),
+            "ended": self.metadata.get("ended"),
             "statistics": ", ".join(self.statistics),
         }
         return "\n".join(
