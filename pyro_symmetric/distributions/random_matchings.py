@@ -61,7 +61,8 @@ def best_columns(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tens
     No row is certain unless each has a best column of its own: then every other
     matching is worse by the margins.
     """
-    highest = densities.amax(0) if len(densities) > 1 else densities[0]
+    signed = len(densities) > 1
+    highest = densities.amax(0) if signed else densities[0]
     identity = torch.arange(densities.shape[-1], device=densities.device)
     best = identity.expand(highest.shape[:-1])
     certain = torch.ones_like(best, dtype=torch.bool)
@@ -71,10 +72,12 @@ def best_columns(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tens
         if not torch.equal(highest.diagonal(dim1=-2, dim2=-1), first):
             best = highest.argmax(-1)
             certain = (best.sort(-1).values == identity).all(-1, keepdim=True)
-        second = highest.scatter(-1, best.unsqueeze(-1), -math.inf).amax(-1)
-        certain = certain & (first - second > CERTAIN)
-    if len(densities) > 1:
-        certain = certain & (sign_log_odds(densities, best).abs() > CERTAIN)
+        without_best = highest.scatter(-1, best.unsqueeze(-1), -math.inf)
+        margin = first - without_best.amax(-1)
+        certain = certain & (margin > CERTAIN)
+    if signed:
+        log_odds = sign_log_odds(densities, best)
+        certain = certain & (log_odds.abs() > CERTAIN)
     return best, certain
 
 
@@ -127,35 +130,35 @@ def draw_matchings(
     :param dtype: the precision of the probabilities.
     """
     n = best.shape[-1]
-    shape = (count + 1, *best.shape[1:])
+    shape = (count + 1, *best.shape[1:-1])
     identity = torch.arange(n, device=best.device)
     uncertain = int((~certain).sum(-1).amax())
     if 2 * uncertain > n:
         return draw_all(sum_over_signs(densities), count, identity, dtype)
     rows = certain.long().argsort(-1)[..., :uncertain]
-    images = best.expand(shape).clone()
-    log_prob = torch.zeros(shape[:-1], dtype=torch.float64, device=best.device)
+    images = best.expand(*shape, -1).clone()
+    log_prob = torch.zeros(shape, dtype=torch.float64, device=best.device)
     if uncertain:
         columns = best.gather(-1, rows)
         block = columns_of(rows_of(densities, rows), columns)
-        at_home = (columns.unsqueeze(-2) == rows.unsqueeze(-1)).long().argmax(-1)
-        drawn = draw_all(sum_over_signs(block), count, at_home, dtype)
-        taken = columns.expand(*shape[:-1], -1).gather(-1, drawn.columns)
-        images.scatter_(-1, rows.expand(*shape[:-1], -1), taken)
+        at_home = columns.unsqueeze(-2) == rows.unsqueeze(-1)
+        drawn = draw_all(sum_over_signs(block), count, at_home.long().argmax(-1), dtype)
+        taken = columns.expand(*shape, -1).gather(-1, drawn.columns)
+        images.scatter_(-1, rows.expand(*shape, -1), taken)
         log_prob = drawn.log_prob
     images[0] = identity
     log_prob = log_prob + math.log1p(-UNIFORM_SHARE)
-    uniform = torch.rand(shape[:-1], device=best.device) < UNIFORM_SHARE
+    uniform = torch.rand(shape, device=best.device) < UNIFORM_SHARE
     if uniform.any():
         uniform[0] = False
         uniform_images = torch.rand(images.shape, device=best.device).argsort(-1)
         images = torch.where(uniform.unsqueeze(-1), uniform_images, images)
         log_prob = log_prob.masked_fill(uniform, math.inf)
-    free = torch.zeros_like(certain).scatter_(-1, rows, True)
+    drawn_rows = torch.zeros_like(certain).scatter_(-1, rows, True)
     # a certain row takes another column: only uniform draws do
-    outside = ~((images == best) | free).all(-1)
+    possible = ((images == best) | drawn_rows).all(-1)
     log_uniform = math.log(UNIFORM_SHARE) - math.lgamma(n + 1)
-    return Drawn(images, log_prob.masked_fill(outside, log_uniform))
+    return Drawn(images, log_prob.masked_fill(~possible, log_uniform))
 
 
 def draw_all(
@@ -173,23 +176,31 @@ def draw_all(
     taken = identity.expand(shape).clone()
     log_prob = torch.zeros(shape[:-1], dtype=torch.float64, device=densities.device)
     if early:
-        chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
-        order = chances.square().sum(-1).argsort(-1, descending=True)
+        scaled = doubly_stochastic(densities, dtype=dtype)
+        chances = (1 - SPREAD) * scaled + SPREAD / n
+        certainty = chances.square().sum(-1)
+        order = certainty.argsort(-1, descending=True)
         chances = rows_of(chances, order[..., :early])
         order = order.expand(shape)
         taken = taken.gather(-1, order)  # by the rows in this order
         if count:
-            taken[1:, ..., :early] = _without_replacement(chances, count)
-            free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
-            taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
-        # Each row's probability is normalised over the columns that earlier rows leave
-        # free.
-        free = columns_of(chances, taken)
-        share = free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)
+            drawn = _without_replacement(chances, count)
+            taken[1:, ..., :early] = drawn
+            taken[1:, ..., early:] = _left_over(drawn, n)
+        # Each row's probability is normalised over the columns that earlier rows leave.
+        chances = columns_of(chances, taken)
+        share = chances.diagonal(dim1=-2, dim2=-1) / chances.triu().sum(-1)
         log_prob = share.log().sum(-1, dtype=torch.float64)
     late = _draw_late(densities, order[..., early:], taken[..., early:])
     taken[..., early:] = late.columns
-    return Drawn(taken.gather(-1, order.argsort(-1)), log_prob + late.log_prob)
+    columns = taken.gather(-1, order.argsort(-1))
+    return Drawn(columns, log_prob + late.log_prob)
+
+
+def _left_over(drawn: Tensor, n: int) -> Tensor:
+    """Return the columns of ``n`` that rows haven't drawn, ascending."""
+    remains = drawn.new_ones(*drawn.shape[:-1], n).scatter_(-1, drawn, 0)
+    return remains.topk(n - drawn.shape[-1]).indices.sort(-1).values
 
 
 def _draw_late(densities: Tensor, rows: Tensor, columns: Tensor) -> Drawn:
@@ -199,8 +210,10 @@ def _draw_late(densities: Tensor, rows: Tensor, columns: Tensor) -> Drawn:
     block = columns_of(rows_of(densities, rows), columns)
     orders = _orders(number, densities.device)
     entries = orders + number * torch.arange(number, device=densities.device)
-    log_probs = block.flatten(-2)[..., entries].sum(-1).log_softmax(-1)
-    chosen = (log_probs - torch.empty_like(log_probs).exponential_().log_()).argmax(-1)
+    log_densities = block.flatten(-2)[..., entries].sum(-1)
+    log_probs = log_densities.log_softmax(-1)
+    minus_gumbel = torch.empty_like(log_probs).exponential_().log_()
+    chosen = (log_probs - minus_gumbel).argmax(-1)
     chosen[0] = 0
     log_prob = log_probs.gather(-1, chosen.unsqueeze(-1))[..., 0]
     return Drawn(columns.gather(-1, orders[chosen]), log_prob)
@@ -216,10 +229,11 @@ def _without_replacement(chances: Tensor, count: int) -> Tensor:
     """
     batch = chances.shape[1:-2]
     size, n = chances.shape[-2:]
-    times = count if len(chances) == 1 else 1
+    shared = len(chances) == 1
+    times = count if shared else 1
     drawn = torch.multinomial(chances.reshape(-1, n), times, replacement=True)
     drawn = drawn.reshape(len(chances), -1, size, times)
-    choice = drawn[0].movedim(-1, 0) if len(chances) == 1 else drawn[1:, ..., 0]
+    choice = drawn[0].movedim(-1, 0) if shared else drawn[1:, ..., 0]
     chances = chances[-count:].reshape(-1, choice.shape[1], size, n)
     chances = chances.expand(count, -1, -1, -1)
     index = torch.arange(size, device=chances.device)
@@ -227,13 +241,15 @@ def _without_replacement(chances: Tensor, count: int) -> Tensor:
         # the first row that wants each column
         holder = index.new_full((*choice.shape[:2], n), size)
         holder = holder.scatter_reduce(-1, choice, index.expand_as(choice), "amin")
-        late = (holder.gather(-1, choice) < index).nonzero(as_tuple=True)
+        held_by_earlier = holder.gather(-1, choice) < index
+        late = held_by_earlier.nonzero(as_tuple=True)
         matching, draw, row = late
         if len(row) == 0:
             return choice.reshape(count, *batch, size)
-        left = chances[late] * (holder[matching, draw] > row.unsqueeze(-1))
-        again = (left / torch.empty_like(left).exponential_()).argmax(-1)
-        choice = choice.index_put(late, again)
+        unheld = holder[matching, draw] > row.unsqueeze(-1)
+        remaining = chances[late] * unheld
+        rates = remaining / torch.empty_like(remaining).exponential_()
+        choice = choice.index_put(late, rates.argmax(-1))
 
 
 @functools.lru_cache(maxsize=16)

@@ -59,27 +59,34 @@ class UnitBlocks(TorchDistribution):
         self.scale_trils = tuple(scale_trils)
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
         listed = torch.cat(
-            [index.reshape(-1) for index in self.positions]
-            or [loc.new_zeros(0, dtype=torch.long)]
+            [
+                loc.new_zeros(0, dtype=torch.long),
+                *(index.reshape(-1) for index in self.positions),
+            ]
         )
-        fitting = all(
-            tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets
-        )
-        distinct = bool((listed >= 0).all()) and len(listed.unique()) == len(listed)
-        if self.scale.shape != loc.shape or not fitting or not distinct:
-            raise ValueError(
-                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale "
-                "has a number for every position; "
-                f"found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} "
-                f"and {tuple(self.scale.shape)}"
-            )
-        free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
-        self.rest = free.index_fill(0, listed, False).nonzero()[:, 0]
+        self._require_fitting(listed)
+        unlisted = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
+        unlisted[listed] = False
+        self.rest = unlisted.nonzero()[:, 0]
         # The index of each position in the concatenation of all blocks and the rest.
         self._order = torch.cat([listed, self.rest]).argsort()
-        super().__init__(
-            torch.Size(batch_shape), loc.shape, validate_args=validate_args
-        )
+        batch_shape = torch.Size(batch_shape)
+        super().__init__(batch_shape, loc.shape, validate_args=validate_args)
+
+    def _require_fitting(self, listed: Tensor) -> None:
+        fitting = self.scale.shape == self.loc.shape
+        shapes = []
+        for index, tril in self._sets:
+            shapes.append((tuple(index.shape), tuple(tril.shape)))
+            fitting = fitting and tril.shape == (*index.shape, index.shape[-1])
+        distinct = len(listed.unique()) == len(listed)
+        negative = bool((listed < 0).any())
+        if not fitting or not distinct or negative:
+            raise ValueError(
+                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale "
+                f"has a number for every position; found {shapes} "
+                f"and {tuple(self.scale.shape)}"
+            )
 
     def expand(
         self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None
@@ -98,36 +105,34 @@ class UnitBlocks(TorchDistribution):
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
         centred = (value - self.loc).reshape(-1, len(self.loc))
         scale = self.scale[self.rest]
-        total = (
-            -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
-        )
+        white = centred[:, self.rest] / scale
+        total = -0.5 * white.square().sum(-1)
+        total = total - scale.log().sum()
         for index, tril in self._sets:
             # Draws are columns of one triangular system a unit: factors aren't copied
             # for the batch.
-            white = torch.linalg.solve_triangular(
-                tril, centred[:, index].permute(1, 2, 0), upper=False
-            )
-            total = (
-                total
-                - 0.5 * white.square().sum((0, 1))
-                - tril.diagonal(dim1=-2, dim2=-1).log().sum()
-            )
+            columns = centred[:, index].permute(1, 2, 0)
+            white = torch.linalg.solve_triangular(tril, columns, upper=False)
+            total = total - 0.5 * white.square().sum((0, 1))
+            total = total - tril.diagonal(dim1=-2, dim2=-1).log().sum()
         total = total - 0.5 * len(self.loc) * math.log(2 * math.pi)
         return total.reshape(value.shape[:-1]).expand(shape)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Draw with gradient, ``sample_shape + batch_shape + (D,)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
+        count = shape.numel()
         parts = []
         for index, tril in self._sets:
             noise = torch.randn(
-                *index.shape, shape.numel(), dtype=tril.dtype, device=tril.device
+                *index.shape, count, dtype=tril.dtype, device=tril.device
             )
             parts.append((tril @ noise).flatten(0, 1).mT)
         noise = torch.randn(
-            shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device
+            count, len(self.rest), dtype=self.loc.dtype, device=self.loc.device
         )
-        drawn = torch.cat([*parts, noise * self.scale[self.rest]], -1)[:, self._order]
+        parts.append(noise * self.scale[self.rest])
+        drawn = torch.cat(parts, -1)[:, self._order]
         return (self.loc + drawn).reshape(*shape, len(self.loc))
 
     @property
@@ -136,31 +141,34 @@ class UnitBlocks(TorchDistribution):
 
     @property
     def variance(self) -> Tensor:
-        blocks = [tril.square().sum(-1).reshape(-1) for tril in self.scale_trils]
-        joined = torch.cat([*blocks, self.scale[self.rest].square()])[self._order]
-        return joined.expand(self.batch_shape + self.event_shape)
+        parts = [tril.square().sum(-1).reshape(-1) for tril in self.scale_trils]
+        parts.append(self.scale[self.rest].square())
+        variances = torch.cat(parts)[self._order]
+        return variances.expand(self.batch_shape + self.event_shape)
 
     def entropy(self) -> Tensor:
-        diagonals = [
-            tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils
-        ]
-        logs = torch.cat([*diagonals, self.scale[self.rest]]).log().sum()
-        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(
-            self.batch_shape
-        )
+        parts = []
+        for tril in self.scale_trils:
+            parts.append(tril.diagonal(dim1=-2, dim2=-1).reshape(-1))
+        parts.append(self.scale[self.rest])
+        log_volume = torch.cat(parts).log().sum()
+        of_unit_normal = 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))
+        return (log_volume + of_unit_normal).expand(self.batch_shape)
 
     def precisions(self, units: Tensor) -> Tensor | None:
         """Return the precision matrices of one set's blocks, in float64, in the order
         of ``units``, ``(n, d)`` -> ``(n, d, d)``; None unless the rows of ``units`` are
         these blocks, with the positions in any order."""
+        wanted = units.sort(-1)
         for index, tril in self._sets:
-            if index.shape == units.shape and torch.equal(
-                index.sort(-1).values, units.sort(-1).values
-            ):
-                order = index.argsort(-1).gather(-1, units.argsort(-1).argsort(-1))
-                rows = torch.cholesky_inverse(tril.double()).take_along_dim(
-                    order.unsqueeze(-1), -2
-                )
+            if index.shape != units.shape:
+                continue
+            listed = index.sort(-1)
+            if torch.equal(listed.values, wanted.values):
+                ranks = wanted.indices.argsort(-1)
+                order = listed.indices.gather(-1, ranks)
+                matrices = torch.cholesky_inverse(tril.double())
+                rows = matrices.take_along_dim(order.unsqueeze(-1), -2)
                 return rows.take_along_dim(order.unsqueeze(-2), -1)
         return None
 
@@ -174,8 +182,10 @@ def in_blocks(normal: Any) -> UnitBlocks:
     if isinstance(normal, UnitBlocks):
         return normal
     if isinstance(normal, MultivariateNormal | LowRankMultivariateNormal):
-        places = torch.arange(len(normal.loc), device=normal.loc.device)
-        return UnitBlocks(normal.loc, [places[None]], [normal.scale_tril[None]])
+        loc = normal.loc
+        block = torch.arange(len(loc), device=loc.device)[None]
+        return UnitBlocks(loc, [block], [normal.scale_tril[None]])
     if isinstance(normal, Independent) and isinstance(normal.base_dist, Normal):
-        return UnitBlocks(normal.base_dist.loc, [], [], normal.base_dist.scale)
+        base = normal.base_dist
+        return UnitBlocks(base.loc, [], [], base.scale)
     raise TypeError(f"{normal} isn't Gaussian; take AutoNormal, AutoGaussian or alike")
