@@ -3,7 +3,8 @@ ready for a network.
 
 :func:`load` reads a data set by name; :func:`ood` adds the inputs of a second one as
 out-of-distribution inputs. Both return a :class:`Dataset`, whose inputs are
-standardised by the statistics of its training rows.
+standardised by the statistics of its training rows. :func:`reference` loads a reference
+posterior of a checkout.
 
 >>> data = ps.datasets.load("wine")
 >>> data.input_shape, data.num_outputs
@@ -26,6 +27,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Device, Names, did_you_mean
 from pyro_symmetric.networks import import_torchvision
+from pyro_symmetric.references import Reference as Reference
+from pyro_symmetric.references import reference as reference
 from pyro_symmetric.store import load_pickled, require_stored
 
 Task = Literal["classification", "regression"]

@@ -9,6 +9,7 @@ from pyro_symmetric.compare.draws import independent_draws
 from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
 from pyro_symmetric.compare.frames import common_frame, summary
 from pyro_symmetric.compare.invariance import invariance_tests
+from pyro_symmetric.compare.references import against_reference
 from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
 from pyro_symmetric.compare.scores import (
     FunctionalCollapse,
@@ -26,6 +27,7 @@ __all__ = [
     "FunctionalCollapse",
     "SignificanceTest",
     "SortingTracker",
+    "against_reference",
     "common_frame",
     "diagnose",
     "functional_collapse",

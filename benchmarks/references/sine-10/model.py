@@ -1,0 +1,31 @@
+"""A sine at 20 points with noise of 0.2, by a network of 10 tanh units.
+
+Biases have N(0, 1) priors, weights N(0, 1 / inputs); the noise is known.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+
+table = pd.read_csv(Path(__file__).with_name("data.csv"))
+train, test = table[table["part"] == "train"], table[table["part"] == "test"]
+
+
+def inputs(rows: pd.DataFrame) -> Tensor:
+    return torch.tensor(rows.filter(regex="x").to_numpy("float32"))
+
+
+net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+prior = ps.GaussianPrior(1.0, fan_in=True)
+model = ps.BayesianModel(net, prior, ps.GaussianLikelihood(0.2))
+arguments = inputs(train), torch.tensor(train["y"].to_numpy("float32"))
+
+
+def predict(weights: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """Return means ``(draws, 50, 1)`` of the test rows, and the noise."""
+    means = model.likelihood.mean(model.outputs(weights, inputs(test)))
+    return means, 0.2

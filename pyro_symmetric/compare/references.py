@@ -1,0 +1,75 @@
+"""Draws beside a reference posterior."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from pyro_symmetric.compare.distances import marginal_wasserstein, mmd
+from pyro_symmetric.compare.frames import common_frame
+from pyro_symmetric.compare.results import DistanceResult
+from pyro_symmetric.compare.scores import total_variation
+from pyro_symmetric.posterior.posterior import Draws, samples_of
+from pyro_symmetric.posterior.statistics import evenly_spaced
+from pyro_symmetric.references import Reference, reference
+from pyro_symmetric.store import PathLike
+from pyro_symmetric.weights import Weights, first_value, map_values, select_rows
+
+Distances = dict[str, DistanceResult]
+
+
+def against_reference(
+    draws: Draws, name: str, root: PathLike | None = None
+) -> pd.DataFrame:
+    """Measure how far draws are from a reference posterior, modulo its symmetry.
+
+    The draws, as many as half of the reference's and evenly spaced, are compared with
+    each half of the reference; shown are the means of both distances. The column
+    ``noise floor`` holds the distances between the halves: what is near it can't be
+    told from the reference by so many draws.
+
+    :param draws: a ``Posterior``, or site -> draws ``(S, *site_shape)`` of any library,
+        with the sites of the reference.
+    :param name: of the reference, see :func:`~pyro_symmetric.datasets.reference`.
+    :param root: the folder that holds it.
+    :returns: a row for each: the squared MMD of the weights (unbiased, so that it may
+        be below 0), the mean Wasserstein distance of single weights, in their unit, and
+        the mean total variation of predictions.
+    :raises ValueError: if sites or shapes differ from the reference's.
+    """
+    target = reference(name, root)
+    samples = dict(samples_of(target.posterior))
+    halves = [select_rows(samples, slice(half, None, 2)) for half in (0, 1)]
+    shapes = map_values(lambda value: value.shape[1:], samples)
+    flat = dict(samples_of(draws, "draws", shapes))
+    if missing := sorted(samples.keys() - flat.keys()):
+        raise ValueError(
+            f"draws lack {missing}; the sites of {name!r} are {sorted(samples)}"
+        )
+    rows = evenly_spaced(len(first_value(flat)), len(first_value(halves[0])))
+    compared = select_rows({site: flat[site] for site in samples}, rows)
+    floor = _distances(halves[0], halves[1], target)
+    measured = [_distances(half, compared, target, floor) for half in halves]
+    table = pd.DataFrame(
+        {
+            "distance": {
+                title: (measured[0][title].value + measured[1][title].value) / 2
+                for title in floor
+            },
+            "noise floor": {title: result.value for title, result in floor.items()},
+        }
+    )
+    return table.rename_axis(f"against {name}, {len(rows):,} draws")
+
+
+def _distances(
+    p: Weights, q: Weights, target: Reference, floor: Distances | None = None
+) -> Distances:
+    """Measure all distances; with the kernels of earlier ones, if there are any."""
+    framed = common_frame(p, q, target.posterior.symmetry)
+    kernels = None if floor is None else floor["squared MMD"]
+    predict = target.problem.predict
+    return {
+        "squared MMD": mmd(*framed, bandwidths=kernels),
+        "Wasserstein": marginal_wasserstein(*framed),
+        "predictions": total_variation(predict(p), predict(q)),
+    }

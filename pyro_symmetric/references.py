@@ -1,0 +1,118 @@
+"""Reference posteriors of Bayesian networks and a mixture, modulo their symmetry.
+
+A reference is a folder of ``benchmarks/references`` in a checkout::
+
+    model.py            a Pyro model, its arguments, and predictions for draws
+    data.csv            its rows
+    draws/              1,000 draws in one frame: a Zarr group, see Posterior.load
+    certificate.json    how they were made, what was checked, digests of the files
+
+The draws of two samplers can't be compared as they come, since copies of a mode differ.
+:func:`~pyro_symmetric.compare.against_reference` compares them modulo symmetry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from pyro_symmetric.arguments import Json, did_you_mean
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.store import PathLike
+
+CHECKOUT = Path(__file__).parents[1] / "benchmarks" / "references"
+CERTIFICATE = "certificate.json"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reference:
+    """A reference posterior.
+
+    :param name: of its folder.
+    :param posterior: 1,000 draws in one frame, with the model attached.
+    :param problem: ``model.py``: ``model``, ``arguments``, and ``predict(weights)``,
+        which returns class probabilities ``(draws, rows, classes)``, or means ``(draws,
+        rows, 1)`` with the noise.
+    :param certificate: the samplers, checks, expectations and digests.
+    """
+
+    name: str
+    posterior: Posterior
+    problem: ModuleType
+    certificate: Json
+
+    @property
+    def is_certified(self) -> bool:
+        """True if two samplers agree, by chains that agree."""
+        return not self.certificate["doubts"]
+
+    def __repr__(self) -> str:
+        doubts = "; ".join(self.certificate["doubts"])
+        return (
+            f"reference {self.name}: {self.posterior.num_samples:,} draws, "
+            f"{f'not certified: {doubts}' if doubts else 'certified'}\n"
+            f"{self.certificate['symmetry']}"
+        )
+
+
+def reference(name: str, root: PathLike | None = None) -> Reference:
+    """Load a reference posterior; its ``model.py`` is run.
+
+    :param name: a folder of ``benchmarks/references``, such as ``"moons-10"``.
+    :param root: the folder that holds it; by default that of the checkout in which the
+        package lies.
+    :raises FileNotFoundError: if there is none of this name; an installed package holds
+        no references.
+    :raises ValueError: if model or data aren't those of the draws.
+    """
+    folder = reference_folder(name, CHECKOUT if root is None else Path(root))
+    certificate = json.loads((folder / CERTIFICATE).read_text())
+    for file, digest in certificate["digests"].items():
+        if digest_of(folder / file) != digest:
+            raise ValueError(
+                f"{folder / file} isn't the file from which the draws were made; "
+                "restore it, or make the reference again"
+            )
+    problem = load_problem(folder)
+    posterior = Posterior.load(folder / "draws")
+    attached = posterior.attach(problem.model, *problem.arguments)
+    return Reference(name, attached, problem, certificate)
+
+
+def reference_folder(name: str, root: Path) -> Path:
+    """Return the folder of a reference.
+
+    :raises FileNotFoundError: if there is none.
+    """
+    names = sorted(path.parent.name for path in root.glob(f"*/{CERTIFICATE}"))
+    if not names:
+        raise FileNotFoundError(
+            f"{root} holds no reference posteriors; they are the folder "
+            "benchmarks/references of a checkout of pyro_symmetric, which root= names"
+        )
+    if name not in names:
+        raise FileNotFoundError(
+            f"there is no reference {name!r}{did_you_mean(name, names)}; there are "
+            f"{', '.join(names)}"
+        )
+    return root / name
+
+
+def load_problem(folder: Path) -> ModuleType:
+    """Run the ``model.py`` of a reference."""
+    title = f"reference_{folder.name.replace('-', '_')}"
+    spec = importlib.util.spec_from_file_location(title, folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    problem = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(problem)
+    return problem
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a text file, whatever its line ends."""
+    return hashlib.sha256(path.read_text("utf-8").encode()).hexdigest()
