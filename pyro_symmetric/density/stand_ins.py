@@ -3,14 +3,12 @@ where chains may go.
 
 A stand-in returns the same values, but selects or concatenates instead of writing into
 a tensor or branching on a value. They are in place only while this library runs a model
-(65 µs a run), so that other threads and the user's own code have Pyro as it
-is. The list at the end says why each is needed.
+(65 µs a run), so that other threads and the user's own code have Pyro as it is.
+:data:`STAND_INS` says why each is needed.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pyro.distributions as dist
@@ -21,20 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.utils import broadcast_all
 
-from pyro_symmetric._process import LOCK, replaced, running_pyro
-from pyro_symmetric.arguments import Dtype
-
-
-@contextlib.contextmanager
-def stand_ins(dtype: Dtype = None) -> Iterator[None]:
-    """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap
-    refuses.
-    """
-    with running_pyro(dtype), contextlib.ExitStack() as stack:
-        for stand_in in _STAND_INS:
-            stack.enter_context(replaced(*stand_in))
-        yield
-
+from pyro_symmetric._process import LOCK
 
 _validate_sample = Distribution._validate_sample
 
@@ -107,7 +92,8 @@ def _supported_exponential_log_prob(self: Any, value: Tensor) -> Tensor:
     return torch.where(value >= 0, _exponential_log_prob(self, value), -torch.inf)
 
 
-_STAND_INS: list[tuple[Any, str, Any]] = [
+# owner, attribute, stand-in
+STAND_INS: list[tuple[Any, str, Any]] = [
     # Pyro's has no rule for vmap.
     (special, "_SafeLog", _SafeLog),
     # Pyro's adds its jitter in place, to a diagonal of `.data`.

@@ -31,7 +31,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import LOCK, without_warnings
+from pyro_symmetric._process import LOCK, replaced, running_pyro, without_warnings
 from pyro_symmetric.arguments import (
     Args,
     Device,
@@ -60,7 +60,7 @@ from pyro_symmetric.density.site_checks import (
     sampled,
     seen_through,
 )
-from pyro_symmetric.density.stand_ins import stand_ins
+from pyro_symmetric.density.stand_ins import STAND_INS
 from pyro_symmetric.errors import first_line
 from pyro_symmetric.weights import (
     Shapes,
@@ -119,7 +119,7 @@ class Traced:
         randomness: str = "error",
     ) -> Any:
         """Map a function over draws and stack its results."""
-        with stand_ins(promoted(tree_leaves(batches))):
+        with _stand_ins(promoted(tree_leaves(batches))):
             if not self.one_by_one:
                 return torch.func.vmap(function, randomness=randomness)(*batches)
             count = len(tree_leaves(batches)[0])
@@ -154,7 +154,7 @@ class Traced:
             plates, or discrete sites for which the density of the enumerated model
             differs from that of the model itself.
         """
-        with stand_ins(promoted(list(continuous.values()))):
+        with _stand_ins(promoted(list(continuous.values()))):
             sites = sampled(self.run(continuous))
             self.enumeration = Enumeration(
                 sites, [site for site in sites if is_enumerated(site)]
@@ -280,7 +280,7 @@ class TracedTarget(Traced):
             self._require_same_layout(self._prior_run())
         if len(self.sites) < len(latent):
             self.sum_out(values)
-        with stand_ins():
+        with _stand_ins():
             require_possible_data(trace.nodes.values())
             if self.enumeration is not None:
                 self._require_same_layout(self.run(values))
@@ -293,7 +293,7 @@ class TracedTarget(Traced):
 
     def log_joint_of_one(self, weights: Weights) -> Tensor:
         """Return the log-joint density of one set of weights, without a map."""
-        with stand_ins(promoted(list(weights.values()))):
+        with _stand_ins(promoted(list(weights.values()))):
             return self._log_joint(weights, {})
 
     def _log_joint(self, weights: Weights, rows: Tensors) -> Tensor:
@@ -673,3 +673,14 @@ def promoted(values: list[Tensor]) -> Dtype:
     """
     dtypes = [value.dtype for value in values if value.is_floating_point()]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+@contextlib.contextmanager
+def _stand_ins(dtype: Dtype = None) -> Iterator[None]:
+    """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap
+    refuses.
+    """
+    with running_pyro(dtype), contextlib.ExitStack() as stack:
+        for stand_in in STAND_INS:
+            stack.enter_context(replaced(*stand_in))
+        yield
