@@ -34,6 +34,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser
+from benchmarks.references.make import best
 from pyro_symmetric.datasets import Reference
 from pyro_symmetric.references import CERTIFICATE, CHECKOUT
 
@@ -141,13 +142,7 @@ def certificates(names: Sequence[str]) -> pd.DataFrame:
         samples, certificate = reference.posterior.samples, reference.certificate
         samplers = certificate["samplers"].values()
         predicted = [numbers["predictions"] for numbers in samplers]
-        spaces = [
-            min(
-                (numbers[s] for s in ("weights", "modulo symmetry") if s in numbers),
-                key=lambda space: space["r_hat"],
-            )
-            for numbers in samplers
-        ]
+        spaces = [best(numbers) for numbers in samplers]
         lines.append(
             {
                 "reference": name,
