@@ -50,11 +50,6 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     uniform,
 )
 
-# positions of all chains up to which one program checks all levels faster than several
-# calls
-FUSED_NUMBERS = 2**11
-MAX_LEVELS = 40  # of a tree; a longer trajectory would never end
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NUTS(HamiltonianKernel):
@@ -103,7 +98,7 @@ class NUTS(HamiltonianKernel):
             if tuning.blind
             else self.max_tree_depth
         )
-        forest = _Forest(density, state, self.max_tree_depth)
+        forest = _Forest(density, state)
         depth = 0
         while depth < most and forest.double(depth):
             depth += 1
@@ -174,14 +169,14 @@ class _Grown(NamedTuple):
     """A branch after a leaf."""
 
     branch: _Branch
-    spans: Any  # complete subtrees, by level
+    spans: dict[int, _Span]  # complete subtrees, by level
     turns: Tensor  # whether the last pair of subtrees turns, (A,)
 
 
 class _Forest:
     """Trajectories of all chains, which double in batches of the unfinished ones."""
 
-    def __init__(self, density: Density, state: State, max_tree_depth: int):
+    def __init__(self, density: Density, state: State):
         self.density = density
         self.mass = state.tuning.mass
         self.generator = state.generator
@@ -207,10 +202,6 @@ class _Forest:
         self.growing = no_steps == 0
         self.finished = list[_Tree]()
         self.fixed_batch = compiles(density)
-        self.fused = self.fixed_batch and state.z.numel() <= FUSED_NUMBERS
-        self.levels = torch.arange(
-            min(max_tree_depth, MAX_LEVELS), device=energy.device
-        )
 
     def double(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each trajectory; return whether any is
@@ -218,24 +209,12 @@ class _Forest:
         forward = self._uniform() < 0.5
         branch, span = _start_branch(self.tree, self.growing, forward, self.mass)
         grown = _Grown(branch, {depth: span}, torch.zeros_like(forward))
-        if self.fused:
-            stacked = torch.stack(span, 1)
-            levels = 1 + len(self.levels)
-            spans = stacked.new_zeros(len(stacked), levels, *stacked.shape[1:])
-            spans[:, 1 + depth] = stacked
         for leaf in range(2**depth):
             level = (~leaf & leaf + 1).bit_length() - 1
             inputs = grown.branch, self.tree.start_energy, self._uniform()
-            if self.fused:
-                number = self.levels[level : level + 1]
-                grown = fused(
-                    self.density, _add_fused, *inputs, spans, number, self.mass
-                )
-                spans[:, 1 + level] = grown.spans
-            else:
-                branch = fused(self.density, _add_leaf, *inputs, self.mass)
-                is_last = leaf + 1 == 2**depth
-                grown = _complete(branch, grown.spans, level, is_last, self.mass)
+            branch = fused(self.density, _add_leaf, *inputs, self.mass)
+            is_last = leaf + 1 == 2**depth
+            grown = _complete(branch, grown.spans, level, is_last, self.mass)
             # A check waits for the device. A branch can turn only at every other leaf.
             if leaf % 2 == 1 or depth == 0:
                 self.tree = self.tree._replace(cost=grown.branch.cost)
@@ -369,50 +348,6 @@ def _leaf_span(branch: _Branch, mass: Mass) -> _Span:
     velocity = mass.velocity(branch.end.momentum)
     before = branch.momenta - branch.end.momentum
     return _Span(velocity, before, branch.momenta, velocity, before)
-
-
-def _add_fused(
-    evaluate: Evaluate,
-    branch: _Branch,
-    start_energy: Tensor,
-    chance: Tensor,
-    spans: Tensor,
-    level: Tensor,
-    mass: Mass,
-) -> _Grown:
-    """Do :func:`_add_leaf` and :func:`_complete` in one program, which checks all
-    levels at once.
-
-    :param spans: complete subtrees by level, ``(A, 1 + levels, 5, D)``; the first entry
-        is unused.
-    :param level: ``(1,)``
-    :return: with the new subtree only, ``(A, 5, D)``.
-    """
-    branch = _add_leaf(evaluate, branch, start_energy, chance, mass)
-    leaf = _leaf_span(branch, mass)
-    single = torch.stack(leaf, 1)
-    velocity = leaf.last[:, None]
-    total = leaf.after_first[:, None]
-    # of the level below
-    begin = torch.where(
-        level == 0, single[:, :3], spans.index_select(1, level)[:, 0, :3]
-    )
-    span = torch.cat([begin, single[:, 3:]], 1)
-    number = torch.arange(spans.shape[1] - 1, device=level.device)
-    first, start, _, last, before_last = spans[:, 1:].unbind(2)
-    lowest = (number == 0)[:, None]
-    middle = torch.where(lowest, velocity, spans[:, :-1, 0])
-    to_middle = torch.where(lowest, total, spans[:, :-1, 2]) - start
-    from_middle = total - before_last
-    turning = _is_turning(first, velocity, total - start)
-    turning = (
-        turning
-        | _is_turning(first, middle, to_middle)
-        | _is_turning(last, velocity, from_middle)
-    )
-    stopped = (turning & (number < level)).any(1, keepdim=True)
-    branch = branch._replace(step=branch.step.masked_fill(stopped, 0.0))
-    return _Grown(branch, span, (turning & (number == level)).any(1))
 
 
 def _is_turning(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
