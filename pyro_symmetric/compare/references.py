@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from pyro_symmetric.compare.distances import marginal_wasserstein, mmd
 from pyro_symmetric.compare.frames import common_frame
@@ -13,6 +13,9 @@ from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.references import Reference, reference
 from pyro_symmetric.store import PathLike
 from pyro_symmetric.weights import Weights, first_value, map_values, select_rows
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Distances = dict[str, DistanceResult]
 
@@ -36,6 +39,8 @@ def against_reference(
         the mean total variation of predictions.
     :raises ValueError: if sites or shapes differ from the reference's.
     """
+    import pandas as pd  # takes half a second
+
     target = reference(name, root)
     samples = dict(samples_of(target.posterior))
     halves = [select_rows(samples, slice(half, None, 2)) for half in (0, 1)]
