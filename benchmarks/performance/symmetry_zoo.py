@@ -9,10 +9,12 @@ than 150 networks.
 Networks have random weights; those of transformers are of reduced width and depth. Each
 runs in a process of its own with a limit of processor time, on one thread. Columns:
 parameters in millions; sets of units that permute, the log of the order of the group of
-permutations, free scales and signs; processor seconds to find and to verify, and how
-many forward passes of a batch that is; the largest relative change of an output under
-random elements of the whole group in float64 (eval and train mode); of networks with
-few weights, the directions that the Jacobian's null space holds: found, and others.
+permutations, free scales and signs; sets of units that rotate, counted in each head, and
+the dimension of their rotations; processor seconds to find and to verify, and how many
+forward passes of a batch that is; the largest relative change of an output under random
+elements of the whole group in float64 (eval and train mode), rotations apart; of
+networks with few weights, the directions that the Jacobian's null space holds: found,
+and others.
 Networks that can't be traced, fail, or take too long are listed with the reason.
 """
 
@@ -47,7 +49,7 @@ SOURCES: dict[str, Callable[[], Cases]] = {
     "transformers": language.transformers, "torchvision": images.torchvision, "timm": images.timm,
 }  # fmt: skip
 HEADER = (
-    "architecture", "M", "factors", "log-order", "scales", "signs", "find s", "verify s", "passes", "null directions",
+    "architecture", "M", "factors", "log-order", "scales", "signs", "rotations", "find s", "verify s", "passes", "null directions",
     "verified",
 )  # fmt: skip
 MOVES = {"scales": "scale", "signs": "flip"}
@@ -87,8 +89,28 @@ def measure(case: Case) -> Iterator[Any]:
         "tolerance": outcome.tolerance,
         "sound": bool(outcome),
         "broken": [f"{one.name} ({one.move})" for one in outcome.broken],
+        **rotations(symmetry, net, inputs),
     }
+    if symmetry.rotating:
+        symmetry = symmetry.with_rotations()
     yield completeness(symmetry, net, inputs) if parameters <= FEW else None
+
+
+def rotations(
+    symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]
+) -> dict[str, int]:
+    """The number of sets of units that rotate, a set in each unit around it, and the
+    dimension of their rotations; of those that verification confirms.
+    """
+    sets = dimension = 0
+    if symmetry.rotating:
+        turned = symmetry.with_rotations()
+        group = turned.group.rotations
+        broken = {move.name for move in verify(turned, net, *inputs).broken}
+        for name in set(group.names("rotate")) - broken:
+            sets += group[name].copies
+            dimension += group.only([name]).dimension
+    return {"rotating_sets": sets, "dimension": dimension}
 
 
 def completeness(
@@ -157,7 +179,7 @@ def run(library: str, case: Case, limit: float) -> dict[str, Any]:
 def row(result: dict[str, Any]) -> str:
     """One line of the table."""
     if "failed" in result:
-        return f"| {result['name']} | | | | | | | | | | {result['failed'].replace('|', '/')} |"
+        return f"| {result['name']} | | | | | | | | | | | {result['failed'].replace('|', '/')} |"
     passes = (result["seconds_to_find"] + result["seconds_to_verify"]) / max(
         result["forward_seconds"], 1e-4
     )
@@ -165,7 +187,7 @@ def row(result: dict[str, Any]) -> str:
     text += " (units left out)" if result["left_out"] else ""
     numbers = (
         f"{result['parameters'] / 1e6:.2f}", result["factors"], f"{result['log_order']:.0f}", result["scales"],
-        result["signs"], f"{result['seconds_to_find']:.1f}", f"{result['seconds_to_verify']:.1f}", f"{passes:.0f}",
+        result["signs"], f"{result['rotating_sets']} ({result['dimension']})", f"{result['seconds_to_find']:.1f}", f"{result['seconds_to_verify']:.1f}", f"{passes:.0f}",
         result["completeness"] or "-",
     )  # fmt: skip
     return f"| {result['name']} | {' | '.join(map(str, numbers))} | {text}, {result['error']:.0e} |"
@@ -204,9 +226,11 @@ def table(results: list[dict[str, Any]]) -> str:
         "",
         "Seconds are of one core's time, of a busy machine. Null directions: "
         "directions in which weights can move "
-        "without changing outputs to first order: found as scales and shifts, and "
-        "others; "
-        f"for networks of at most {FEW} weights (`?`: with a doubt). Last comes "
+        "without changing outputs to first order: found as scales, shifts and "
+        "rotations, and others; "
+        f"for networks of at most {FEW} weights (`?`: with a doubt). Rotations: sets "
+        "of units that rotate, in each head, and the dimension of their rotations. Last "
+        "comes "
         "the largest relative change of an output, in float64, under random elements "
         "of the whole group.",
         "",

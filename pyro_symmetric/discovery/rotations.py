@@ -15,6 +15,7 @@ tried on the network itself, by random rotations.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -50,30 +51,51 @@ def rotating_units(
         slopes = {site: gradient[known[site]].cpu() for site in sites}
         if any(value.is_complex() for value in values.values()):
             continue
-        products = _products(group, name, values, slopes)
-        sizes = _products(group, name, _sizes(values), _sizes(slopes)).sum()
-        violation = (products - products.mT).abs().sum()
-        if bool(sizes > 0) and float(violation) <= tolerance * float(sizes):
+        size = group[name].size
+        generator = torch.Generator("cpu").manual_seed(0)
+        probe = torch.randn(size, 1, generator=generator, device="cpu")
+        # one vector refuses most; only matrices that pass are multiplied
+        if all(
+            _vanishes(group, name, values, slopes, columns, tolerance)
+            for columns in (probe, torch.eye(size, device="cpu"))
+        ):
             names.append(name)
     return tuple(names)
 
 
-def _products(group: Group, name: str, first: Weights, second: Weights) -> Tensor:
-    """Return the inner products of all pairs of units, ``(copies, size, size)``."""
+def _vanishes(
+    group: Group,
+    name: str,
+    values: Weights,
+    slopes: Weights,
+    columns: Tensor,
+    tolerance: float,
+) -> bool:
+    """Return whether the matrix of the law, times some columns, vanishes."""
+    product = _products(group, name, values, slopes, columns)
+    transposed = _products(group, name, slopes, values, columns)
+    sizes = _products(group, name, _sizes(values), _sizes(slopes), columns.abs()).sum()
+    violation = (product - transposed).abs().sum()
+    return bool(sizes > 0) and float(violation) <= tolerance * float(sizes)
+
+
+def _products(
+    group: Group, name: str, first: Weights, second: Weights, columns: Tensor
+) -> Tensor:
+    """Return the matrices of inner products of all pairs of units, times columns
+    ``(size, k)``: ``(copies, size, k)``.
+    """
     shape = (group[name].copies, group[name].size)
     axes = group.axes(name)
     products = torch.zeros((), device=first[axes[0].site].device)
     for axis in axes:
         dims = len(group.view_shapes[axis.site])
-        first_gradients, second_gradients = (
+        of_units = [
             rows(group.view(axis.site, value[axis.site]), axis, dims)
             for value in (first, second)
-        )
-        products = (
-            products
-            + first_gradients.unflatten(0, shape)
-            @ second_gradients.unflatten(0, shape).mT
-        )
+        ]
+        left, right = (entries.unflatten(0, shape) for entries in of_units)
+        products = products + left @ (right.mT @ columns.to(right))
     return products
 
 
@@ -91,7 +113,11 @@ def rotated(group: Group, names: Sequence[str]) -> Group:
     places = {(a.site, a.dim) for name in turning for a in group.axes(name)}
     units = []
     for name, unit_set in group.units.items():
-        meets = any((axis.site, axis.dim) in places for axis in group.axes(name))
+        meets = any(
+            (axis.site, axis.dim) in places
+            and (axis.exponent or "shift" in unit_set.moves)
+            for axis in group.axes(name)
+        )
         if name in turning:
             axes = (
                 replace(axis, exponent=axis.exponent if axis.exponent == -1 else 1)
@@ -113,17 +139,26 @@ def confirmed(
 
     :param broken: the units of a group whose rotations change the function.
     """
-    remaining = tuple(names)
+    remaining = _fitting(group, names)
     while remaining:
-        try:
-            turning = rotated(group, remaining).rotations
-        except ValueError:  # two of them lie along the same positions
-            return ()
-        wrong = broken(turning)
+        wrong = broken(rotated(group, remaining).rotations)
         if not wrong:
             break
         remaining = tuple(name for name in remaining if name not in wrong)
     return remaining
+
+
+def _fitting(group: Group, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the units that can rotate in one group: all, or one after the other."""
+    with suppress(ValueError):
+        rotated(group, names)
+        return tuple(names)
+    fitting = list[str]()
+    for name in names:
+        with suppress(ValueError):  # two of them lie along the same positions
+            rotated(group, [*fitting, name])
+            fitting.append(name)
+    return tuple(fitting)
 
 
 def may_rotate(group: Group, units: Units) -> bool:

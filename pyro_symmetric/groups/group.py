@@ -945,9 +945,10 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
         first = occupied[j]
         second = occupied[k]
         moves = first.units.moves | second.units.moves
-        related = first.units.name in outer[k] or second.units.name in outer[j]
-        carried = related and not (first.power or second.power or "shift" in moves)
-        mixed = "rotate" in moves and first is not second and not carried
+        turning = [o for o in (first, second) if "rotate" in o.units.moves]
+        powers = first.power or second.power
+        plain = not powers and "shift" not in moves and len(turning) == 1
+        mixed = bool(turning) and first is not second and not plain
         if mixed or not _normalises(first, second, first.units.name in outer[k]):
             return sorted({first.units.name, second.units.name})
     return []
@@ -960,13 +961,13 @@ def _normalises(permuting: _Occupied, moved: _Occupied, inside: bool) -> bool:
     units = permuting.units
     shifts = "shift" in moved.units.moves
     rotates = "rotate" in moved.units.moves
-    permutes = "permute" in moved.units.moves and moved.units.size > 1
+    permutes = rotates or ("permute" in moved.units.moves and moved.units.size > 1)
     if shifts and permuting.power:
         return False
     if (
-        "permute" not in units.moves
+        not units.moves & {"permute", "rotate"}
         or units.size == 1
-        or not (permutes or moved.power or shifts or rotates)
+        or not (permutes or moved.power or shifts)
     ):
         return True
     if permuting is moved and not shifts:

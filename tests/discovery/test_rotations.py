@@ -30,6 +30,21 @@ class Attention(nn.Module):
         return self.o(attended.transpose(1, 2).flatten(2))
 
 
+class GroupedAttention(nn.Module):
+    """Attention in which every two heads of queries share keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(5, 12), nn.Linear(12, 4)
+        self.k, self.v = nn.Linear(5, 6), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (2, 2, 3)).movedim(1, 3)
+        k, v = (f(x).unflatten(-1, (2, 1, 3)).movedim(1, 3) for f in (self.k, self.v))
+        attended = torch.softmax(q @ k.mT, -1) @ v
+        return torch.tanh(self.o(attended.movedim(3, 1).flatten(2)))
+
+
 class Stream(nn.Module):
     """A residual stream under RMSNorm, with gains or without."""
 
@@ -59,6 +74,7 @@ class Adapted(nn.Module):
 
 NETWORKS = {
     "attention": (Attention, (2, 4, 6), {"q", "v"}),
+    "grouped attention": (GroupedAttention, (2, 4, 5), {"q", "o"}),
     "stream": (lambda: Stream(gains=False), (4, 3), {"into"}),
     "stream with gains": (lambda: Stream(gains=True), (4, 3), set()),
     "adapter": (lambda: Adapted(nn.Identity()), (4, 5), {"a"}),

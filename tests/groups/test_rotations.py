@@ -184,6 +184,26 @@ def test_what_is_taken_for_a_group_with_rotations_is_one(seed):
     assert_same((g @ h)(weights), g(h(weights)))
 
 
+def test_columns_of_a_table_rotate_beside_rows_that_permute():
+    """As heads of queries that share values: positions lie row by row."""
+    torch.manual_seed(0)
+    table = torch.arange(6).view(2, 3)
+    rows = Units("rows", 2, (Axis("w", 0, table.T),), moves=frozenset({"permute"}))
+    turn = frozenset({"rotate"})
+    columns = Units("columns", 3, (Axis("w", 0, table, 1),), moves=turn)
+    group = Group([rows, columns], {"w": torch.Size([6, 4])})
+    g, h = (group.sample((16,), dtype=torch.float64) for _ in range(2))
+    weights = weights_of(group)
+    assert_same((g @ h)(weights), g(h(weights)))
+    swapped = group.element({"rows": [1, 0]}, rotations=g.select(0).rotations)
+    by_hand = g.select(0).rotations["columns"] @ weights["w"].view(2, 3, 4)
+    torch.testing.assert_close(swapped(weights)["w"].view(2, 3, 4), by_hand.flip(0))
+    torn = torch.tensor([[0, 1, 2], [4, 3, 5]])
+    columns = replace(columns, axes=(Axis("w", 0, torn, 1),))
+    with pytest.raises(ValueError, match="make up no group"):
+        Group([rows, columns], {"w": torch.Size([6, 4])})
+
+
 def factors(**settings: object) -> Group:
     axes = {"W": (None, "f"), "z": (None, "f")}
     return Group.declare(axes, {"W": (8, 3), "z": (20, 3)}, **settings)
