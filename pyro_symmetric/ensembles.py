@@ -448,7 +448,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _require_meaning(loss: str, y: Tensor) -> None:
     """Raise ``ValueError`` for targets that a loss would score without a meaning."""
-    low, high = y.min().item(), y.max().item()
+    low = y.min().item()
+    high = y.max().item()
     # PyTorch leaves out labels of -100, and takes negative probabilities.
     if (loss != "mse" and low < 0) or (loss == "binary_cross_entropy" and high > 1):
         raise ValueError(

@@ -44,7 +44,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare.draws import PairedSamples, thinned
 from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
 from pyro_symmetric.posterior.posterior import Draws
-from pyro_symmetric.weights import Weights, map_values, pick, unflatten
+from pyro_symmetric.weights import Weights, map_values, pick, select_rows, unflatten
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance: the least that a grid covers
@@ -112,22 +112,19 @@ def mmd(
         "mean": squared.mean(1),
         "maximum": squared.amax(1),
     }
+    parts: Parts = {}
+    for k, layer in enumerate(samples.layers):
+        parts[layer] = {
+            "num_weights": counts[k],
+            **map_values(float, select_rows(by_layer, k)),
+            "squared": squared[k].numpy(),
+            "bandwidth": widths[k].numpy(),
+        }
+    totals = map_values(
+        lambda value: float(np.average(value.numpy(), weights=counts)), by_layer
+    )
     return DistanceResult(
-        title="Squared MMD (over 20 kernels)",
-        num_samples=samples.num_samples,
-        totals={
-            name: float(np.average(value.numpy(), weights=counts))
-            for name, value in by_layer.items()
-        },
-        parts={
-            layer: {
-                "num_weights": counts[k],
-                **{name: float(value[k]) for name, value in by_layer.items()},
-                "squared": squared[k].numpy(),
-                "bandwidth": widths[k].numpy(),
-            }
-            for k, layer in enumerate(samples.layers)
-        },
+        "Squared MMD (over 20 kernels)", samples.num_samples, totals, parts
     )
 
 
@@ -186,19 +183,20 @@ def mmd_test(
         samples, is_p, lambda d, *_: bandwidth_grid(d[pairs])
     )
     deviation = values.std(2, keepdim=True).clamp(min=1e-300)
-    # (layers, permutations)
-    by_layer = ((values - values.mean(2, keepdim=True)) / deviation).amax(1)
+    centred = values - values.mean(2, keepdim=True)
+    by_layer = (centred / deviation).amax(1)  # (layers, permutations)
     statistic = by_layer.amax(0)
     p_value = float((statistic >= statistic[0]).double().mean())
-    parts: Parts = {
-        layer: {
-            "p_value": float((statistic >= by_layer[k, 0]).double().mean()),
-            "largest_mmd": float(values[k, :, 0].amax()),
-            "squared": values[k, :, 0].numpy(),
+    parts: Parts = {}
+    for k, layer in enumerate(samples.layers):
+        squared = values[k, :, 0]
+        reached = statistic >= by_layer[k, 0]
+        parts[layer] = {
+            "p_value": float(reached.double().mean()),
+            "largest_mmd": float(squared.amax()),
+            "squared": squared.numpy(),
             "bandwidth": widths[k].numpy(),
         }
-        for k, layer in enumerate(samples.layers)
-    }
     against = f"{m:,} samples against {n:,}, p-value {p_value:.2g}"
     verdict = f"no difference detected at level {level:g} ({against})"
     if p_value <= level:
@@ -246,22 +244,21 @@ def marginal_wasserstein(
     arguments.number("p", p, least=1)
     samples = PairedSamples(weights_p, weights_q)
     step = max(1, _SORTED_ENTRIES // sum(samples.num_samples))
-    by_layer = {}
+    by_layer = []
     by_site = Weights()
+    parts: Parts = {}
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
-        by_layer[layer] = torch.cat(
-            [_marginal_distance(x, y, p) for x, y in samples.columns(layer, step)]
-        ).cpu()
-        by_site |= unflatten(by_layer[layer], pick(samples.shapes, sites))
+        slices = samples.columns(layer, step)
+        distances = torch.cat([_marginal_distance(x, y, p) for x, y in slices]).cpu()
+        by_layer.append(distances)
+        by_site |= unflatten(distances, pick(samples.shapes, sites))
+        parts[layer] = {"num_weights": len(distances), **_summary(distances)}
     return DistanceResult(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,
-        totals=_summary(torch.cat(list(by_layer.values()))),
-        parts={
-            layer: {"num_weights": len(values), **_summary(values)}
-            for layer, values in by_layer.items()
-        },
+        totals=_summary(torch.cat(by_layer)),
+        parts=parts,
         each=by_site,
     )
 
@@ -281,13 +278,13 @@ def bandwidth_grid(distances: Tensor) -> Tensor:
     """
     distances = distances.reshape(-1).double()
     smallest, largest = torch.stack(distances.aminmax()).tolist()
-    positive = distances[distances > 0]
-    # of two, the lower one
-    if smallest < FLOOR * largest and smallest < FLOOR * (
-        median := float(positive.median())
-    ):
-        rank = math.floor(0.05 * distances.numel())
-        smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
+    if smallest < FLOOR * largest:
+        positive = distances[distances > 0]
+        floor = FLOOR * float(positive.median())  # of two, the lower one
+        if smallest < floor:
+            rank = math.floor(0.05 * distances.numel())
+            quantile = distances.kthvalue(rank + 1).values
+            smallest = max(float(quantile), floor)
     if largest == 0:
         smallest = FLOOR
         largest = 1.0
@@ -318,10 +315,8 @@ def _over_kernels(
         for norm in NORMS:  # one at a time: only one matrix of distances is held
             distances = _distances(samples, layer, norm)
             grid = grid_of(distances, layer, norm)
-            values += [
-                _discrepancies(distances, width, norm, is_p).cpu()
-                for width in grid.tolist()
-            ]
+            for width in grid.tolist():
+                values.append(_discrepancies(distances, width, norm, is_p).cpu())
             widths.append(grid.cpu())
     shape = (len(samples.layers), 2 * NUM_BANDWIDTHS)
     return torch.stack(values).reshape(*shape, -1), torch.cat(widths).reshape(shape)
@@ -346,8 +341,8 @@ def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
         result = torch.from_numpy(square).to(result.device)
     else:
         squares = result.diagonal()
-        distances = (squares[:, None] + squares - 2 * result).clamp_(min=0).sqrt_()
-        result = distances.fill_diagonal_(0)
+        result = squares[:, None] + squares - 2 * result
+        result.clamp_(min=0).sqrt_().fill_diagonal_(0)
     if not result.isfinite().all():
         samples.require_finite(layer)
         raise ValueError(
@@ -363,7 +358,8 @@ def _discrepancies(
     """Estimate the squared discrepancy ``(B,)`` for each split ``(m + n, B)`` of the
     pooled samples, without bias.
     """
-    kernel = (distances / bandwidth).pow_(norm).neg_().exp_().fill_diagonal_(0)
+    kernel = distances / bandwidth
+    kernel.pow_(norm).neg_().exp_().fill_diagonal_(0)
     is_p = is_p.to(kernel.device)
     m = int(is_p[:, 0].sum())
     n = len(is_p) - m
@@ -384,7 +380,8 @@ def _marginal_distance(x: Tensor, y: Tensor, p: float) -> Tensor:
     n = len(y)
     # Both quantile functions are constant between the merged steps i/m and j/n. In
     # integers, as multiples of 1/mn, rounding can't separate steps that coincide.
-    steps_x, steps_y = (torch.arange(1, count + 1, device=x.device) for count in (m, n))
+    steps_x = torch.arange(1, m + 1, device=x.device)
+    steps_y = torch.arange(1, n + 1, device=x.device)
     ends = torch.cat([steps_x * n, steps_y * m]).unique()
     widths = torch.diff(ends, prepend=ends.new_zeros(1)).double() / (m * n)
     gaps = (x[(ends - 1) // n] - y[(ends - 1) // m]).abs()

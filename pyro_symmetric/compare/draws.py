@@ -7,12 +7,12 @@ the layer ``0``. A site without a dot (``noise_scale``) is a layer of its own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Shape
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
 from pyro_symmetric.posterior.statistics import (
     chain_statistics,
@@ -21,6 +21,7 @@ from pyro_symmetric.posterior.statistics import (
 )
 from pyro_symmetric.weights import (
     Tensors,
+    drop_names,
     first_value,
     is_running_statistic,
     map_values,
@@ -41,16 +42,10 @@ def samples_given(draws: Draws, name: str) -> Tensors:
     agree by accident.
     """
     samples = samples_of(draws, name)
-    leading = {
-        tuple(value.shape[:2])
-        for site, value in samples.items()
-        if not is_running_statistic(site)
-    }
-    shape = (
-        leading.pop()
-        if isinstance(draws, Mapping) and len(samples) > 2 and len(leading) == 1
-        else ()
-    )
+    leading = {tuple(value.shape[:2]) for value in _weights_in(samples).values()}
+    shape: Shape = ()
+    if isinstance(draws, Mapping) and len(samples) > 2 and len(leading) == 1:
+        (shape,) = leading
     if len(shape) == 2 and shape[0] < shape[1]:
         raise ValueError(
             f"{name} has {shape[0]} samples, and all its sites have an axis of size "
@@ -59,6 +54,10 @@ def samples_given(draws: Draws, name: str) -> Tensors:
             "Posterior.from_samples(weights, kind='independent')"
         )
     return samples
+
+
+def _weights_in(samples: Tensors) -> Tensors:
+    return drop_names(samples, set(filter(is_running_statistic, samples)))
 
 
 class PairedSamples:
@@ -73,14 +72,9 @@ class PairedSamples:
     """
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
-        p, q = self.weights = [
-            {
-                site: value
-                for site, value in samples_given(draws, name).items()
-                if not is_running_statistic(site)
-            }
-            for name, draws in zip(SIDES, (weights_p, weights_q), strict=True)
-        ]
+        p = _weights_in(samples_given(weights_p, SIDES[0]))
+        q = _weights_in(samples_given(weights_q, SIDES[1]))
+        self.weights = [p, q]
         if unpaired := p.keys() ^ q.keys():
             raise ValueError(
                 "weights_p and weights_q must have the same sites; only one has "
@@ -111,11 +105,12 @@ class PairedSamples:
         """
         for site in self.layers[layer]:
             p, q = (side[site].detach()[..., None].flatten(1) for side in self.weights)
-            dtype = torch.promote_types(
-                torch.promote_types(p.dtype, q.dtype), torch.float32
-            )
-            for pair in zip(p.split(chunk, 1), q.split(chunk, 1), strict=True):
-                yield pair[0].to(dtype), pair[1].to(dtype)
+            dtype = torch.promote_types(p.dtype, q.dtype)
+            dtype = torch.promote_types(dtype, torch.float32)
+            for p_slice, q_slice in zip(
+                p.split(chunk, 1), q.split(chunk, 1), strict=True
+            ):
+                yield p_slice.to(dtype), q_slice.to(dtype)
 
     def require_finite(self, layer: str) -> None:
         """Raise ``ValueError`` if a weight of the layer is NaN or infinite."""
@@ -140,19 +135,14 @@ def independent_draws(posterior: Posterior) -> int:
     total = posterior.num_chains * posterior.num_samples
     if posterior.kind == "independent":
         return total
-    values = list(posterior.samples.values())
-    distances = (
-        (v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in values
-    )
-    statistics = map(chain_statistics, itertools.chain(values, distances))
-    sizes = torch.cat(
-        [
-            size.reshape(-1)
-            for numbers in statistics
-            for size in (numbers.ess_bulk, numbers.ess_tail)
-        ]
-    )
-    least = min(sizes[~sizes.isnan()].tolist(), default=0.0)
+    sizes = []
+    for value in posterior.samples.values():
+        mean = value.mean((0, 1), keepdim=True, dtype=torch.float64)
+        for number in (value, (value - mean).abs()):
+            statistics = chain_statistics(number)
+            sizes += [statistics.ess_bulk.flatten(), statistics.ess_tail.flatten()]
+    effective = torch.cat(sizes)
+    least = min(effective[~effective.isnan()].tolist(), default=0.0)
     return min(max(posterior.num_chains, int(least) // 2), total)
 
 

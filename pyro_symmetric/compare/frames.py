@@ -224,7 +224,9 @@ def _aligned(
     """Align draws modulo a symmetry, of one that was found only the units whose labels
     are certain, and its rotations; return them, and what was done.
     """
-    group, left, told = carried.group, list[str](), list[str]()
+    group = carried.group
+    left = list[str]()
+    told = list[str]()
     if carried.is_found:
         group = group.compact
         told = carried.line.splitlines()[1:]

@@ -113,7 +113,8 @@ def invariance_tests(
     draws_tested = thinned(posterior).get_samples()
     draws = len(draws_tested[group.required_sites[0]])
     parts = Parts()
-    floors, p_values = [], []
+    floors = []
+    p_values = []
     for name, axes in unit_axes.items():
         shape = (group[name].copies, group[name].size)
         entries = []

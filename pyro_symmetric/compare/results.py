@@ -139,10 +139,13 @@ class Scores(dict[str, Any]):
         """
         lines: Json = {"calibrated": ((0, 1), (0, 1))}
         if "coverage" in self:
-            xlabel, ylabel = "level of the interval", "share of targets inside"
+            xlabel = "level of the interval"
+            ylabel = "share of targets inside"
             lines["model"] = (list(self["coverage"]), list(self["coverage"].values()))
         elif "calibration" in self:
-            xlabel, ylabel, curve = "confidence", "accuracy", self["calibration"]
+            xlabel = "confidence"
+            ylabel = "accuracy"
+            curve = self["calibration"]
             lines["model"] = (curve.confidence, curve.accuracy)
         else:
             raise ValueError(

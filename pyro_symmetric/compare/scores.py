@@ -88,9 +88,14 @@ def classification(
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
     curve = _calibration_curve(confidence, correct, num_bins)
     misses = (curve.accuracy - curve.confidence).abs().nan_to_num(0.0)
-    residuals = (correct - confidence)[confidence.argsort(stable=True)]
-    bins = residuals.tensor_split(min(num_bins, len(residuals)))
+    ece = (misses * curve.count).sum() / len(labels)
+    by_confidence = confidence.argsort(stable=True)
+    residuals = (correct - confidence)[by_confidence]
+    bins = residuals.tensor_split(min(num_bins, len(labels)))
+    adaptive_ece = float(sum(part.sum().abs() for part in bins)) / len(labels)
     least = torch.finfo(probabilities.dtype).tiny
+    log_likelihood = of_label.clamp(min=least).log()
+    squared_errors = mean.square().sum(-1) - 2 * of_label + 1
     inside = _uncertainties(members)
     outside: ByName = {}
     if ood_probabilities is not None:
@@ -103,10 +108,10 @@ def classification(
         outside = _uncertainties(ood)
     return Scores(
         accuracy=float(correct.mean()),
-        nll=float(-of_label.clamp(min=least).log().mean()),
-        brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
-        ece=float((misses * curve.count).sum() / len(residuals)),
-        adaptive_ece=float(sum(part.sum().abs() for part in bins)) / len(residuals),
+        nll=float(-log_likelihood.mean()),
+        brier=float(squared_errors.mean()),
+        ece=float(ece),
+        adaptive_ece=adaptive_ece,
         uncertainty=_means(inside),
         uncertainty_ood=_means(outside),
         detection={name: detect(inside[name], outside[name]) for name in outside},
@@ -151,15 +156,18 @@ def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> S
     targets = targets.reshape(expected).to(means)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
-    distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
+    below = torch.special.ndtr(z).mean(0)  # the mixture's distribution function
+    distance = (below - 0.5).abs().reshape(-1)
     coverage = {}
+    misses = []
     for level in LEVELS:
-        coverage[level] = float((distance <= level / 2).double().mean())
-    misses = [abs(share - level) for level, share in coverage.items()]
+        inside = (distance <= level / 2).double()
+        coverage[level] = float(inside.mean())
+        misses.append(abs(coverage[level] - level))
     error = means.mean(0) - targets
-    joint = float(log_density.sum(-1).logsumexp(0).mean())
+    sum_over_members = log_density.sum(-1).logsumexp(0)
     return Scores(
-        log_predictive_density=joint - math.log(len(means)),
+        log_predictive_density=float(sum_over_members.mean()) - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
         coverage=coverage,
@@ -184,13 +192,13 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
 
     score = torch.cat([scores_in, scores_out]).double().cpu().numpy()
     positive = np.arange(len(score)) >= len(scores_in)
-    false_rate, true_rate, _ = metrics.roc_curve(
-        positive, score, drop_intermediate=False
-    )
+    curve = metrics.roc_curve(positive, score, drop_intermediate=False)
+    false_rate, true_rate, _ = curve
+    sensitive = true_rate >= 0.95
     return Scores(
         aupr=float(metrics.average_precision_score(positive, score)),
         auroc=float(metrics.auc(false_rate, true_rate)),
-        fpr95=float(false_rate[true_rate >= 0.95][0]),
+        fpr95=float(false_rate[sensitive][0]),
     )
 
 
@@ -215,7 +223,9 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     :returns: ``(N,)`` in nats, float64, never negative.
     """
     p = members_of(probabilities)
-    return (entropy(p.mean(0, dtype=torch.float64)) - entropy(p).mean(0)).clamp(min=0)
+    total = entropy(p.mean(0, dtype=torch.float64))
+    information = total - entropy(p).mean(0)
+    return information.clamp(min=0)
 
 
 @torch.no_grad()
@@ -234,8 +244,10 @@ def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
     entropies = entropy(p).sum(1)
     result = p.new_zeros(len(p), len(p))
     for k, member in enumerate(flat):
-        mixed = torch.special.entr((member + flat[k:]) / 2).sum(-1)
-        result[k, k:] = mixed - (entropies[k] + entropies[k:]) / 2
+        mixtures = (member + flat[k:]) / 2
+        mixed = torch.special.entr(mixtures).sum(-1)
+        apart = (entropies[k] + entropies[k:]) / 2
+        result[k, k:] = mixed - apart
     upper = (result / p.shape[1]).triu(1).clamp(min=0)
     return upper + upper.T
 
@@ -292,8 +304,11 @@ def functional_collapse(
     pair = torch.ones_like(within).triu(1).bool()
     pairs = torch.stack([within[pair], outside[pair]])
     ranks = torch.from_numpy(rankdata(pairs.cpu().numpy(), axis=1))
-    correlations = [float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks)]
-    return FunctionalCollapse(*pairs, *correlations)
+    correlation = torch.corrcoef(pairs)[0, 1]
+    rank_correlation = torch.corrcoef(ranks)[0, 1]
+    return FunctionalCollapse(
+        pairs[0], pairs[1], float(correlation), float(rank_correlation)
+    )
 
 
 # distance -----------------------------------------------------------------------------
@@ -339,18 +354,21 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
             "p and q must both be class probabilities, or both pairs (means, "
             "noise_scale)"
         )
-    first, second = _side(p, "p"), _side(q, "q")
-    shapes = [tuple(side[0].shape[1:]) for side in (first, second)]
-    if shapes[0] != shapes[1]:
+    first = _side(p, "p")
+    second = _side(q, "q")
+    shape = tuple(first[0].shape[1:])
+    second_shape = tuple(second[0].shape[1:])
+    if shape != second_shape:
         raise ValueError(
-            f"p predicts {shapes[0]} and q {shapes[1]}; inputs, and classes or "
+            f"p predicts {shape} and q {second_shape}; inputs, and classes or "
             "outputs, must be the same"
         )
     if isinstance(p, tuple):
         by_input = _between_mixtures(first, second)
     else:
-        means = [side[0].mean(0, dtype=torch.float64) for side in (first, second)]
-        by_input = (means[0] - means[1]).abs().sum(-1) / 2
+        mean = first[0].mean(0, dtype=torch.float64)
+        second_mean = second[0].mean(0, dtype=torch.float64)
+        by_input = (mean - second_mean).abs().sum(-1) / 2
     return DistanceResult(
         title="Total variation of predictions",
         num_samples=(len(first[0]), len(second[0])),
@@ -373,10 +391,13 @@ def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> 
     sides = (*first, *second)
     held = max(map(len, sides)) + BINS
     inputs = max(1, _POOL_ENTRIES // (held * sides[0].shape[-1]))
+    slices = [side.split(inputs, 1) for side in sides]
     distances = []
-    for m, s, n, t in zip(*(side.split(inputs, 1) for side in sides), strict=True):
-        edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
-        distances.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
+    for m, s, n, t in zip(*slices, strict=True):
+        quantiles = torch.cat([_quantiles(m, s), _quantiles(n, t)])
+        edges = quantiles.sort(0).values
+        difference = _masses(m, s, edges) - _masses(n, t, edges)
+        distances.append(difference.abs().sum(0) / 2)
     return torch.cat(distances).mean(-1)
 
 
@@ -392,8 +413,10 @@ def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
     offsets = (numbers + 0.5) * GOLDEN % 1
     steps = torch.arange(levels, device=means.device)[:, None]
     z = torch.special.ndtri((steps + offsets) / levels)
-    quantiles = (means + scale * z[..., None, None]).flatten(0, 1).sort(0).values
-    return quantiles[evenly_spaced(len(quantiles), BINS).to(quantiles.device)]
+    of_members = means + scale * z[..., None, None]
+    quantiles = of_members.flatten(0, 1).sort(0).values
+    index = evenly_spaced(len(quantiles), BINS)
+    return quantiles[index.to(quantiles.device)]
 
 
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
@@ -405,9 +428,8 @@ def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
     for part in edges.split(max(1, _CHUNK_ENTRIES // means.numel())):
         erfs.append(torch.erf((part[:, None] - means) * slope).mean(1))
     below = (1 + torch.cat(erfs)) / 2
-    return nn.functional.pad(below, (0, 0, 0, 0, 1, 0)).diff(
-        dim=0, append=torch.ones_like(below[:1])
-    )
+    from_zero = nn.functional.pad(below, (0, 0, 0, 0, 1, 0))
+    return from_zero.diff(dim=0, append=torch.ones_like(below[:1]))
 
 
 # small steps --------------------------------------------------------------------------
@@ -431,8 +453,8 @@ def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
     floats = probabilities.is_floating_point()
     tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
     least = float(probabilities.min())
-    # NaN if any is
-    worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())
+    sums = probabilities.sum(-1, dtype=torch.float64)
+    worst = float((sums - 1).abs().max())  # NaN if any is
     if not floats or not worst <= tolerance or least < -tolerance:
         raise ValueError(
             f"{name} ({probabilities.dtype}) holds values from {least:.3g} on, whose "
@@ -475,9 +497,8 @@ def gaussians(
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
     """Check labels and return them as int64."""
     arguments.tensor("labels", labels)
-    outside = labels[
-        ~torch.isin(labels, torch.arange(classes, device=labels.device).to(labels))
-    ]
+    allowed = torch.arange(classes, device=labels.device).to(labels)
+    outside = labels[~torch.isin(labels, allowed)]
     if labels.shape != (inputs,) or len(outside):
         raise ValueError(
             f"labels has shape {tuple(labels.shape)} and holds {outside[:3].tolist()}; "
@@ -507,7 +528,8 @@ def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Sc
     """Bin predictions by confidence; compute the mean confidence and the accuracy of
     each bin.
     """
-    confidence, correct = confidence.cpu(), correct.cpu()
+    confidence = confidence.cpu()
+    correct = correct.cpu()
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device="cpu")
     # Bins are closed on the left, as in torchmetrics; a confidence of exactly 1 is in
     # the last.

@@ -157,11 +157,8 @@ class _Facts:
                 colour = hash64(hash64(history.reshape(-1) ^ colour))
             np.add.at(self.atom_colour, atoms.reshape(-1), colour)
         for atoms, colours, number in flow.refinements:
-            np.add.at(
-                self.atom_colour,
-                atoms,
-                hash64(salt(2 * number + 1) ^ colours.astype(np.uint64)),
-            )
+            hashed = hash64(salt(2 * number + 1) ^ colours.astype(np.uint64))
+            np.add.at(self.atom_colour, atoms, hashed)
         self.child, self.parent, self.relation = self._memberships()
         self.individual = np.zeros(self.count, dtype=np.uint64)
         self.doubtful = False
@@ -172,14 +169,14 @@ class _Facts:
         """Return the distinct memberships between classes."""
         relations = self.flow.relations
         child, parent = (self.unit[atoms] for atoms in _ends(relations))
-        number = np.repeat(
-            [fact.number for fact in relations], [len(fact.atoms) for fact in relations]
-        ).astype(np.int64)
+        numbers = [np.full(len(fact.atoms), fact.number) for fact in relations]
+        number = np.concatenate([NOTHING, *numbers])
         proper = child != parent
-        rows = distinct_rows(number[proper], child[proper], parent[proper])[0]
-        return _Memberships(
-            child[proper][rows], parent[proper][rows], number[proper][rows]
-        )
+        child = child[proper]
+        parent = parent[proper]
+        number = number[proper]
+        rows = distinct_rows(number, child, parent).first
+        return _Memberships(child[rows], parent[rows], number[rows])
 
     def refined_colours(self) -> Array:
         """Return stable colours, numbered from 0: units of one colour have equally
@@ -191,29 +188,24 @@ class _Facts:
         # well, are hashed once.
         up = hash64(hash64(2 * self.relation))
         down = hash64(hash64(2 * self.relation + 1))
-        return colour_refine(
-            initial, [(self.child, self.parent, up, down)], len(initial) + 1
-        )
+        edges = (self.child, self.parent, up, down)
+        return colour_refine(initial, [edges], len(initial) + 1)
 
     def individualise(self, classes: Array) -> None:
         """Give each of these classes a colour of its own."""
         self.doubtful |= len(classes) > 1
-        self.individual[classes] = hash64(
-            self.individual[classes] ^ hash64(hash64(classes))
-        )
+        before = self.individual[classes]
+        self.individual[classes] = hash64(before ^ hash64(hash64(classes)))
 
     def add(self, memberships: Sequence[tuple[Array, Array]]) -> None:
         """Add memberships, each a relation of its own; parents may be new classes
         without atoms.
         """
         for child, parent in memberships:
-            self.child, self.parent = (
-                np.r_[self.child, child],
-                np.r_[self.parent, parent],
-            )
-            self.relation = np.r_[
-                self.relation, np.full(len(child), self.relation.max() + 1)
-            ]
+            self.child = np.r_[self.child, child]
+            self.parent = np.r_[self.parent, parent]
+            relation = np.full(len(child), self.relation.max() + 1)
+            self.relation = np.r_[self.relation, relation]
         new = int(self.parent.max()) + 1 - len(self.individual)
         self.individual = np.r_[self.individual, np.zeros(max(0, new), dtype=np.uint64)]
 
@@ -237,11 +229,8 @@ class _Facts:
             if number in relations:
                 owner = self.unit[parent]
                 chosen = np.isin(owner, parents) & (self.unit[child] != owner)
-                np.add.at(
-                    self.atom_colour,
-                    child[chosen],
-                    hash64(hash64(owner[chosen]) ^ salt(2 * number + 1)),
-                )
+                colours = hash64(hash64(owner[chosen]) ^ salt(2 * number + 1))
+                np.add.at(self.atom_colour, child[chosen], colours)
 
     def _tell_copies_apart(self) -> None:
         """Make a unit that occurs repeatedly in one tensor a rigid block: tell its
@@ -252,9 +241,8 @@ class _Facts:
         """
         repeated = np.zeros(self.count, dtype=bool)
         for atoms, _, _ in self.flow.occurrences.values():
-            classes, counts = np.unique(
-                self.unit[atoms.reshape(-1)], return_counts=True
-            )
+            classes = self.unit[atoms.reshape(-1)]
+            classes, counts = np.unique(classes, return_counts=True)
             repeated[classes[counts > 1]] = True
         if not repeated.any():
             return
@@ -264,16 +252,14 @@ class _Facts:
         for atoms, _, _ in self.flow.occurrences.values():
             chosen = atoms[repeated[self.unit[atoms]]]
             if len(chosen):
-                _, row, counts = distinct_rows(
-                    self.unit[chosen], self.atom_colour[chosen]
-                )
-                indistinct[self.unit[chosen[counts[row] > 1]]] = True
+                units = self.unit[chosen]
+                _, row, counts = distinct_rows(units, self.atom_colour[chosen])
+                indistinct[units[counts[row] > 1]] = True
         self.individualise(np.flatnonzero(indistinct))
         if indistinct.any():  # each of its positions stays, with its members there
             atoms = np.flatnonzero(indistinct[self.unit])
-            self.atom_colour[atoms] = hash64(
-                self.atom_colour[atoms] ^ hash64(hash64(atoms))
-            )
+            before = self.atom_colour[atoms]
+            self.atom_colour[atoms] = hash64(before ^ hash64(hash64(atoms)))
             self._colour_members(indistinct)
 
     def _refine_atoms(self, chosen: Array) -> None:
@@ -282,14 +268,14 @@ class _Facts:
         number_of = np.cumsum(inside) - 1
         edges = []
         for first, second, number in self.flow.unions:
-            if inside[first].any():
-                ends = number_of[first[inside[first]]], number_of[second[inside[first]]]
-                edges.append(
-                    (*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1]))))
-                )
-        self.atom_colour[inside] = colour_refine(
-            self.atom_colour[inside], edges, rounds=20
-        )
+            chosen_entries = inside[first]
+            if chosen_entries.any():
+                firsts = number_of[first[chosen_entries]]
+                seconds = number_of[second[chosen_entries]]
+                up, down = hash64(hash64(np.array([2 * number, 2 * number + 1])))
+                edges.append((firsts, seconds, up, down))
+        colours = colour_refine(self.atom_colour[inside], edges, rounds=20)
+        self.atom_colour[inside] = colours
 
     def _colour_members(self, chosen: Array) -> None:
         """Colour members of some classes by the atom of the parent to which a relation
@@ -299,11 +285,8 @@ class _Facts:
         for child, parent, number in self.flow.relations:
             inside = chosen[self.unit[parent]]
             if inside.any():
-                np.add.at(
-                    self.atom_colour,
-                    child[inside],
-                    hash64(hash64(colour[parent[inside]] ^ salt(2 * number))),
-                )
+                colours = hash64(hash64(colour[parent[inside]] ^ salt(2 * number)))
+                np.add.at(self.atom_colour, child[inside], colours)
 
 
 # nesting ------------------------------------------------------------------------------
@@ -367,11 +350,7 @@ class _Nesting:
         first, row, counts = distinct_rows(
             relation, self.colour[child], self.colour[parent]
         )
-        groups = (
-            np.split(np.argsort(row, kind="stable"), np.cumsum(counts)[:-1])
-            if len(first)
-            else []
-        )
+        groups = np.split(np.argsort(row, kind="stable"), np.cumsum(counts))[:-1]
         for at, group in zip(first, groups, strict=True):
             lower = int(self.cell[child[at]])
             upper = int(self.cell[parent[at]])
@@ -390,9 +369,8 @@ class _Nesting:
         """Make ``upper`` a parent cell of ``lower``, if no other membership
         contradicts.
         """
-        if not np.array_equal(
-            self.cells[lower].parents.setdefault(upper, parent_of), parent_of
-        ):
+        known = self.cells[lower].parents.setdefault(upper, parent_of)
+        if not np.array_equal(known, parent_of):
             raise self._not_nested(upper)
 
     def implied(self) -> list[tuple[Array, Array]]:
@@ -424,10 +402,9 @@ class _Nesting:
                     len(in_a) + len(in_b), parent_a[pairs], parent_b[pairs] + len(in_a)
                 )
                 label_a, label_b = np.split(label, [len(in_a)])
-                if (
-                    np.bincount(label_a, minlength=count)
-                    * np.bincount(label_b, minlength=count)
-                ).sum() != len(pairs):
+                number_a = np.bincount(label_a, minlength=count)
+                number_b = np.bincount(label_b, minlength=count)
+                if number_a @ number_b != len(pairs):
                     raise self._not_nested(a if len(in_a) <= len(in_b) else b)
                 common = self.cells[a].parents.keys() & self.cells[b].parents.keys()
                 if count > 1 and all(self.cells[c].size != count for c in common):
@@ -461,9 +438,8 @@ class _Nesting:
                 _, _, counts = distinct_rows(
                     *(cell.parents[upper] for upper in cell.direct)
                 )
-                pairs = (
-                    len(cell.direct) == 2 or len(self.cells[cell.direct[0]].direct) == 2
-                )
+                parent = self.cells[cell.direct[0]]
+                pairs = 2 in (len(cell.direct), len(parent.direct))
                 # a group inside pairs fits no tree
                 if (counts != counts[0]).any() or (counts[0] > 1 and pairs):
                     raise self._not_nested(number)
@@ -505,16 +481,10 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
             fixed = np.flatnonzero(~np.isin(cells.cell[classes], list(cells.cells)))
             # pixels have no multipliers
             if len(fixed) and not (leaf.kernel and part.axes[0] > 1):
-                span = part.axes[-1] - part.axes[0] + 1
-                axes.append(
-                    Axis(
-                        leaf.site,
-                        part.axes[0],
-                        torch.from_numpy(_positions(part, leaf.value.shape)[:, fixed]),
-                        buffer=leaf.buffer,
-                        span=span,
-                    )
-                )
+                dim = part.axes[0]
+                span = part.axes[-1] - dim + 1
+                index = torch.from_numpy(_positions(part, leaf.value.shape)[:, fixed])
+                axes.append(Axis(leaf.site, dim, index, 0, leaf.buffer, None, span))
                 representative = first.setdefault(fixed.tobytes(), classes[fixed])
                 unions.append((representative, classes[fixed]))
     if not axes:
@@ -525,23 +495,22 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     # unit -> number of an axis, place of the unit among those along it
     locations = defaultdict[int, list[tuple[int, int]]](list)
     for number, (_, classes) in enumerate(unions):
-        for place, own in enumerate(unit[classes].tolist()):
-            locations[own].append((number, place))
+        for place, name in enumerate(unit[classes].tolist()):
+            locations[name].append((number, place))
     # numbers of axes -> places of each unit
-    by_content = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
-    for own in locations.values():
-        numbers, places = zip(*own, strict=True)
-        by_content[numbers].append(places)
+    by_axes = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
+    for locations_of_unit in locations.values():
+        numbers, places = zip(*locations_of_unit, strict=True)
+        by_axes[numbers].append(places)
     units = list[Units]()
-    for numbers, rows in by_content.items():
-        lines = zip(numbers, torch.tensor(rows, device="cpu").T, strict=True)
-        own_axes = tuple(
-            replace(axes[number], index=axes[number].index[:, line])
-            for number, line in lines
-        )
-        units.append(
-            Units(f"fixed {len(units)}", len(rows), own_axes, moves=frozenset())
-        )
+    for numbers, rows in by_axes.items():
+        selected = []
+        columns = torch.tensor(rows, device="cpu").T
+        for number, column in zip(numbers, columns, strict=True):
+            index = axes[number].index[:, column]
+            selected.append(replace(axes[number], index=index))
+        name = f"fixed {len(units)}"
+        units.append(Units(name, len(rows), tuple(selected), moves=frozenset()))
     return units
 
 
@@ -565,14 +534,11 @@ class _Builder:
             if len(members.direct) > 1:  # rides along with two others
                 continue
             parent = np.zeros(members.size, dtype=np.int64)
-            if members.direct:
-                parent = self.number[members.direct[0]][
-                    members.parents[members.direct[0]]
-                ]
-            self.rank[cell] = rank_within(parent)
-            self.number[cell] = (
-                parent * (int(self.rank[cell].max()) + 1) + self.rank[cell]
-            )
+            for direct in members.direct:
+                parent = self.number[direct][members.parents[direct]]
+            rank = rank_within(parent)
+            self.rank[cell] = rank
+            self.number[cell] = parent * (int(rank.max()) + 1) + rank
 
     def add(self, leaf: Leaf, part: Part) -> None:
         """Locate the units of all cells along the axes of a part.
@@ -591,9 +557,8 @@ class _Builder:
                 continue
             parents = self.cells[cell].parents
             context = self._context(atoms, units_of, {cell, *parents})[position]
-            self._add_blocks(
-                cell, units[position], context * len(layers) + layer, location
-            )
+            context = context * len(layers) + layer
+            self._add_blocks(cell, units[position], context, location)
 
     def add_sliced(self, leaf: Leaf, slices: Array) -> None:
         """Locate units entry by entry in a matrix whose rows fall into slices with
@@ -607,33 +572,24 @@ class _Builder:
         by_row = self._units_of(leaf, rows)
         by_column = {}
         for cell, units in self._units_of(leaf, columns.reshape(-1)).items():
-            varies = (
-                units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]
-            ).any(1)
+            by_slice = units.reshape(columns.shape)
+            varies = (by_slice != by_slice[:, :1]).any(1, keepdims=True)
             if varies.any():
-                by_column[cell] = np.where(
-                    np.repeat(varies, columns.shape[1]), units, -1
-                )
+                by_column[cell] = np.where(varies, by_slice, -1).reshape(-1)
         row, column = (grid.reshape(-1) for grid in np.indices(entries.shape))
         column = slices[row] * columns.shape[1] + column
         for units_of, position in ((by_row, row), (by_column, column)):
             for cell, units in units_of.items():
                 parents = set(self.cells[cell].parents)
                 in_columns = units_of is by_column
-                of_row = self._context(
-                    rows, by_row, parents if in_columns else {cell, *parents}
-                )[row]
+                without = parents if in_columns else {cell, *parents}
+                of_row = self._context(rows, by_row, without)[row]
                 without = {cell, *parents} if in_columns else parents
-                of_column = self._context(columns.reshape(-1), by_column, without)[
-                    column
-                ]
+                of_column = self._context(columns.reshape(-1), by_column, without)
+                of_column = of_column[column]
+                context = of_row * (of_column.max() + 1) + of_column
                 location = leaf.site, 0, 2, leaf.buffer, in_columns
-                self._add_blocks(
-                    cell,
-                    units[position],
-                    of_row * (of_column.max() + 1) + of_column,
-                    location,
-                )
+                self._add_blocks(cell, units[position], context, location)
 
     def _units_of(self, leaf: Leaf, atoms: Array) -> dict[int, Array]:
         """Return cell -> for each position, the unit of this cell that lies there or
@@ -646,15 +602,13 @@ class _Builder:
             if number in self.cells:
                 chosen = np.flatnonzero(cells == number)
                 units = self.solution.place[classes[chosen]]
-                parents = self.cells[number].parents
-                for cell, units_of_cell in [
-                    (number, units),
-                    *((up, parent_of[units]) for up, parent_of in parents.items()),
-                ]:
+                in_cells = {number: units}
+                for up, parent_of in self.cells[number].parents.items():
+                    in_cells[up] = parent_of[units]
+                for cell, units_of_cell in in_cells.items():
                     if cell in self.rank:
-                        units_of.setdefault(cell, np.full(len(atoms), -1))[chosen] = (
-                            units_of_cell
-                        )
+                        units_of.setdefault(cell, np.full(len(atoms), -1))
+                        units_of[cell][chosen] = units_of_cell
         self.in_images.update(units_of if leaf.kernel and leaf.value.dim > 2 else ())
         return units_of
 
@@ -683,17 +637,14 @@ class _Builder:
         number = self.number[cell][units[chosen]]
         order = np.lexsort([number, context[chosen]])
         count = self.cells[cell].size
-        if (
-            len(order) % count
-            or (number[order].reshape(-1, count) != np.arange(count)).any()
-        ):
+        in_order = np.resize(np.arange(count), len(order))
+        if len(order) % count or (number[order] != in_order).any():
             raise RuntimeError(
                 f"interchangeable units lie unevenly along axis {location[1]} of "
                 f"{location[0]!r}"
             )
-        self.blocks.setdefault(cell, {}).setdefault(location, []).append(
-            chosen[order].reshape(-1, count)
-        )
+        blocks = self.blocks.setdefault(cell, {}).setdefault(location, [])
+        blocks.append(chosen[order].reshape(-1, count))
 
     def units(self, shapes: dict[str, tuple[int, ...]]) -> dict[int, Units]:
         """Build the units of each cell, named after the module of the first site along
@@ -703,18 +654,14 @@ class _Builder:
             cell.direct[0] for cell in self.cells.values() if len(cell.direct) == 1
         }
         built: dict[int, Units] = {}
-        chains = (
-            self._parents_first([*self.cells[cell].parents, cell])
-            for cell in self.blocks
-        )
-        # in order of first use
-        for cell in dict.fromkeys(number for chain in chains for number in chain):
-            axes = tuple(
-                _on_one_axis(
-                    Axis(site, dim, _index(blocks), 0, buffer, None, span), shapes[site]
-                )
-                for (site, dim, span, buffer, _), blocks in self.blocks[cell].items()
-            )
+        by_use = list[int]()
+        for cell in self.blocks:
+            by_use += self._parents_first([*self.cells[cell].parents, cell])
+        for cell in dict.fromkeys(by_use):
+            axes = []
+            for (site, dim, span, buffer, _), blocks in self.blocks[cell].items():
+                axis = Axis(site, dim, _index(blocks), 0, buffer, None, span)
+                axes.append(_on_one_axis(axis, shapes[site]))
             size = int(self.rank[cell].max()) + 1
             direct = self.cells[cell].direct
             name = module_name(axes[0].site)
@@ -722,7 +669,8 @@ class _Builder:
                 name += ".groups" if cell in self.in_images else ".heads"
             name = unused(name, [unit_set.name for unit_set in built.values()])
             parent = built[direct[0]].name if direct else None
-            built[cell] = Units(name, size, axes, parent, self.cells[cell].size // size)
+            copies = self.cells[cell].size // size
+            built[cell] = Units(name, size, tuple(axes), parent, copies)
         return built
 
     def _parents_first(self, cells: Iterable[int]) -> list[int]:
@@ -781,15 +729,10 @@ def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
             continue
         lines = along[order].reshape(length, -1, along.shape[1])
         positions = across[order, 0].reshape(length, -1)
-        if (positions == np.arange(length)[:, None]).all() and (
-            lines == lines[:1]
-        ).all():
-            return replace(
-                axis,
-                dim=axis.dim + dim,
-                span=1,
-                index=torch.from_numpy(np.ascontiguousarray(lines[0])),
-            )
+        complete = (positions == np.arange(length)[:, None]).all()
+        if complete and (lines == lines[:1]).all():
+            index = torch.from_numpy(np.ascontiguousarray(lines[0]))
+            return replace(axis, dim=axis.dim + dim, span=1, index=index)
     return axis
 
 
@@ -817,10 +760,12 @@ def module_name(site: str) -> str:
 def unused(name: str, taken: Iterable[str]) -> str:
     """Return the name, with a number appended if it is taken."""
     taken = set(taken)
-    candidates = itertools.chain(
-        [name], (f"{name}~{number}" for number in itertools.count(2))
-    )
-    return next(candidate for candidate in candidates if candidate not in taken)
+    candidate = name
+    number = 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}~{number}"
+    return candidate
 
 
 def unified(flow: Flow) -> tuple[int, Array]:
@@ -860,8 +805,7 @@ def components(size: int, firsts: Array, seconds: Array) -> tuple[int, Array]:
     """Find the connected components of a graph: their number, and the component of each
     node.
     """
-    graph = coo_matrix(
-        (np.ones(len(firsts), dtype=np.int8), (firsts, seconds)), shape=(size, size)
-    )
+    edges = np.ones(len(firsts), dtype=np.int8)
+    graph = coo_matrix((edges, (firsts, seconds)), shape=(size, size))
     count, label = connected_components(graph, directed=False)
     return count, label.astype(np.int64)

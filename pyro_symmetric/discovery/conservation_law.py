@@ -210,7 +210,8 @@ class Law:
 
     def rotating(self, group: Group) -> tuple[str, ...]:
         """Return the names of units that may rotate, by the first loss."""
-        null, stand_in = self.network.null, self.repeats.stand_in
+        null = self.network.null
+        stand_in = self.repeats.stand_in
         return rotating_units(group, *self.first, null, stand_in)
 
     def whole_sites(self) -> dict[str, list[Move]]:
@@ -221,9 +222,12 @@ class Law:
         """Find the scales and the signs of all cells."""
         # A unit that is silent at one point (a ReLU that no input switches on) isn't at
         # another, farther off.
-        network, cells = self.network, self.cells
-        self.points, test_points = network.points(), network.test_points()
-        most, factor = MOST_LOSSES[network.small], FACTOR[network.dtype]
+        network = self.network
+        cells = self.cells
+        self.points = network.points()
+        test_points = network.test_points()
+        most = MOST_LOSSES[network.small]
+        factor = FACTOR[network.dtype]
         losses = max(len(self.points), min(most, self._needed_losses(most)))
         products = self._inner_products(losses, "scale")
         while len(self.points) < MORE_POINTS and dead_cells(cells, products):
@@ -266,9 +270,11 @@ class Law:
         There are rows to spare in a small network, as units may be dead; but an image's
         three channels, with one axis, take one.
         """
-        small, needed = self.network.small, 1
+        small = self.network.small
+        needed = 1
         for cell in self.cells:
-            axes, count = len(cell.axes), cell.units.count
+            axes = len(cell.axes)
+            count = cell.units.count
             if axes + 4 <= most * count:
                 needed = max(needed, math.ceil((3 * axes + 4 * small) / count))
             if small:  # all units together have one row a loss
@@ -287,7 +293,8 @@ class Law:
         r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all
         positions ``i`` of all axes.
         """
-        network, lengths = self.network, dict[Place, int]()
+        network = self.network
+        lengths = dict[Place, int]()
         axes = defaultdict[str, dict[Place, Axis]](dict)
         leaves = network.leaves(twin)
         for axis in (axis for cell in self.cells for axis in cell.axes):
@@ -303,7 +310,8 @@ class Law:
         for number, loss in enumerate(self._losses(losses, twin)):
             self.first = self.first if self.first.gradient else loss
             for leaf in axes.keys() & loss.gradient.keys():
-                weight, epsilon = loss.weights[leaf], network.epsilons.get(leaf)
+                weight = loss.weights[leaf]
+                epsilon = network.epsilons.get(leaf)
                 weight = weight + epsilon if epsilon else weight
                 terms = (weight * loss.gradient[leaf].conj()).real
                 for row in range(2):
@@ -353,7 +361,8 @@ class Law:
         :param products: inner products in the twin of scales.
         :param linear: inner products in the linearised twin.
         """
-        null, count = self.network.null, len(cell.axes)
+        null = self.network.null
+        count = len(cell.axes)
         magnitude = matrix_of(cell, products).magnitude
         if not bool((magnitude > 0).all()):
             return []
@@ -422,7 +431,8 @@ class Law:
         A norm without an epsilon lets all units in front of it be scaled together. Of
         one with an epsilon that trials don't show nothing is known.
         """
-        proposed, exact = Bases(), Bases()
+        proposed = Bases()
+        exact = Bases()
         self.undecided |= bool(dead_cells(together, products))
         for cell in together:
             # whole sites are scaled by moves of their own
@@ -464,10 +474,12 @@ class Law:
         """Return the proposals for lone units that hold, and that neither other units
         nor earlier proposals span.
         """
-        known_pairs, proposed_pairs = pairs_in(known), pairs_in(proposed)
+        known_pairs = pairs_in(known)
+        proposed_pairs = pairs_in(proposed)
         if not proposed_pairs:
             return {}
-        shapes, further = self.network.shapes, Bases()
+        shapes = self.network.shapes
+        further = Bases()
         entries = exponents_of_entries([*known_pairs, *proposed_pairs], 1, shapes)
         spanning, rows = np.split(entries, [len(known_pairs)])
         for (cell, exponents), row in zip(proposed_pairs, rows, strict=True):
@@ -527,8 +539,10 @@ def _solved_in_two_blocks(
             first
         ):
             raise UnequalBlocks
-    scales, signs = law.scales, law.signs
-    law.scales, law.signs = {}, {}
+    scales = law.scales
+    signs = law.signs
+    law.scales = {}
+    law.signs = {}
     for cell, two in of_two.items():
         law.scales[cell] = copies(scales[two], two.axes, cell.axes, repeats, False)
         law.signs[cell] = copies(signs[two], two.axes, cell.axes, repeats, True)
@@ -645,7 +659,8 @@ def _add_whole_sites(
     """Add units for vectors that may be shifted as a whole, and for sites that may be
     scaled as a whole; return the sites that are shifted.
     """
-    families, shifted = list(by_name.values()), set[str]()
+    families = list(by_name.values())
+    shifted = set[str]()
     taken = {
         "scale": [
             {axis.site for axis in family.axes if axis.exponent}
@@ -661,7 +676,8 @@ def _add_whole_sites(
                 continue
             if move == "shift":
                 shifted.add(site)
-            name, index = f"{move} of {site}", torch.arange(shape[0], device="cpu")
+            name = f"{move} of {site}"
+            index = torch.arange(shape[0], device="cpu")
             axis = Axis(site, 0, index[:, None], int(move == "scale"))
             by_name[name] = Units(name, 1, (axis,), moves=frozenset({move}))
     return shifted

@@ -91,7 +91,8 @@ def matrix_of(
     # an output that is constant at a point has a gradient of rounding errors there
     least = EXACT * magnitude.nan_to_num(0.0, 0.0, 0.0).max() if len(magnitude) else 0.0
     valid = (magnitude.amax(1) > least) & magnitude.isfinite().all(1)
-    law, magnitude = law[valid], magnitude[valid]
+    law = law[valid]
+    magnitude = magnitude[valid]
     if not len(law):
         return Matrix(law, magnitude.new_zeros(len(columns)))
     largest = magnitude.amax(1, keepdim=True)
@@ -176,7 +177,8 @@ def integer_null_space(
     columns = live.nonzero().flatten().tolist()
     if not columns or len(law) < len(columns) + 2:
         return []
-    law, magnitude = (law / magnitude)[:, columns], magnitude[columns]
+    law = (law / magnitude)[:, columns]
+    magnitude = magnitude[columns]
     # Many rows average out rounding errors, which are relatively large where gradients
     # are small.
     count = min(len(law), 4 * len(columns) + 1_000)
@@ -208,7 +210,8 @@ def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
         return [*map(int, counts)]
 
     for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
-        first, second = vectors[i], vectors[j]
+        first = vectors[i]
+        second = vectors[j]
         # else neither sum is sparser than its terms
         if (first * second).any():
             sums = (first, first + second, first - second)

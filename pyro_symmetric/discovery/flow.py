@@ -38,7 +38,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +136,16 @@ class Fact(NamedTuple):
     atoms: Array
     partners: Array
     number: int
+
+
+class Term(NamedTuple):
+    """An operand of a product, whose axes carry letters.
+
+    :ivar fixed: letters along which its entries are told apart.
+    """
+
+    parts: list[Part]
+    fixed: set[int]
 
 
 class Product(NamedTuple):
@@ -300,15 +310,10 @@ class Flow:
         ):
             return leaf
         rows, columns, *further = leaf.value.parts
-        self.unify(
-            columns.atoms, np.broadcast_to(columns.atoms[0], columns.atoms.shape)
-        )
-        return replace(
-            leaf,
-            value=replace(
-                leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *further)
-            ),
-        )
+        first_slice = columns.atoms[0]
+        self.unify(columns.atoms, np.broadcast_to(first_slice, columns.atoms.shape))
+        in_all_slices = (rows, Part((1,), first_slice), *further)
+        return replace(leaf, value=replace(leaf.value, parts=in_all_slices))
 
     def _per_member(
         self, parts: list[Part], members: int, shape: Sequence[int]
@@ -318,7 +323,8 @@ class Flow:
         Of weights (member, in, out), units are pairs (member, in) and (member, out);
         an entry belongs to both, which tie to the same member.
         """
-        sizes, parts_of_member = dict(enumerate(shape)), list[Part]()
+        sizes = dict(enumerate(shape))
+        parts_of_member = list[Part]()
         other_axes = [axis for axis in sizes if axis != members]
         for axis in other_axes:
             axes = tuple(sorted((axis, members)))
@@ -340,26 +346,25 @@ class Flow:
         """Return a value, and note each of its parts as all that lies in one tensor,
         unless they are pieces.
         """
-        parts, shape = tuple(parts), tuple(shape)
+        parts = tuple(parts)
+        shape = tuple(shape)
         for part in parts:
             if part.history is None:
                 self.occur(part.atoms)
-        labelled = {axis for part in parts for axis in part.axes}
-        return Value(
-            shape,
-            parts,
-            frozenset(i for i in fixed if i not in labelled and shape[i] > 1),
-        )
+        fixed = set(fixed) - axes_of(parts)
+        return Value(shape, parts, frozenset(i for i in fixed if shape[i] > 1))
 
     def known(self, constant: Tensor) -> Value:
         """Return the value of a constant: positions along an axis at which it is the
         same are units that look alike, all others are told apart.
         """
-        shape, mask = tuple(constant.shape), constant.dtype == torch.bool
+        shape = tuple(constant.shape)
+        mask = constant.dtype == torch.bool
         constant_value = as_constant(constant)
         if constant_value is None or 0 in shape:
             return opaque(shape, constant_value, mask)
-        parts, fixed = [], []
+        parts = []
+        fixed = []
         for axis, n in enumerate(shape):
             if n == 1:
                 continue
@@ -412,7 +417,7 @@ class Flow:
         """Return units over all axes of ``parts`` (and further ones), members of the
         units of each part.
         """
-        union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
+        union = tuple(sorted(axes_of(parts).union(axes)))
         widest = next((part for part in parts if part.axes == union), None)
         units = widest or Part(union, self.fresh([sizes[a] for a in union]))
         for part in parts:
@@ -429,13 +434,9 @@ class Flow:
         it depends on none of them.
         """
         axes = tuple(axis for axis in part.axes if axis in keep)
-        return (
-            [part]
-            if axes == part.axes
-            else [self.parent_units(part, axes, sizes)]
-            if axes
-            else []
-        )
+        if axes == part.axes:
+            return [part]
+        return [self.parent_units(part, axes, sizes)] if axes else []
 
     def restrict(self, value: Value, keep: Iterable[int]) -> Value:
         """Keep units along the axes ``keep`` only; tell entries along all others apart
@@ -460,8 +461,10 @@ class Flow:
         """Keep units along the axes ``keep`` only; all others are different for
         certain, each with a role of its own.
         """
-        keep, sizes = set(keep), dict(enumerate(value.shape))
-        parts, fixed = list[Part](), set(value.fixed)
+        keep = set(keep)
+        sizes = dict(enumerate(value.shape))
+        parts = list[Part]()
+        fixed = set(value.fixed)
         for part in value.parts:
             dropped = set(part.axes) - keep
             if dropped:
@@ -476,9 +479,8 @@ class Flow:
 
     def collapse(self, value: Value, axes: Collection[int]) -> Value:
         """Restrict units to all other axes; these get length one."""
-        return self.restrict(value, set(range(value.dim)).difference(axes)).collapsed(
-            axes
-        )
+        keep = set(range(value.dim)).difference(axes)
+        return self.restrict(value, keep).collapsed(axes)
 
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False) -> Value:
         """Apply a symmetric reduction (sum, mean, largest entry) over some axes, along
@@ -487,16 +489,17 @@ class Flow:
         reduced = {value.axis(axis) for axis in axes}
         keep = [axis for axis in range(value.dim) if axis not in reduced]
         if id(value.parts) in self.unsummed:
-            self._note_batch(self.unsummed[id(value.parts)][1], keep)
-        parts = tuple(
-            up
-            for part in value.parts
-            for up in self.project(part, keep, dict(enumerate(value.shape)))
-        )
-        order = (
-            [None if i in reduced else i for i in range(value.dim)] if keepdim else keep
-        )
-        return self.relaid(replace(value, parts=parts), order)
+            _, product = self.unsummed[id(value.parts)]
+            self._note_batch(product, keep)
+        sizes = dict(enumerate(value.shape))
+        parts = list[Part]()
+        for part in value.parts:
+            parts += self.project(part, keep, sizes)
+        order: list[int | None] = [*keep]
+        if keepdim:
+            for axis in sorted(reduced):
+                order.insert(axis, None)
+        return self.relaid(replace(value, parts=tuple(parts)), order)
 
     def normalise(self, value: Value, axes: Iterable[int]) -> Value:
         """Apply any function of an entry and of symmetric statistics along some
@@ -529,14 +532,9 @@ class Flow:
 
     def squeeze(self, value: Value, axes: Iterable[int]) -> Value:
         """Drop axes of length one."""
-        dropped = {
-            value.axis(axis)
-            for axis in axes
-            if value.dim and value.shape[value.axis(axis)] == 1
-        }
-        return self.relaid(
-            value, [axis for axis in range(value.dim) if axis not in dropped]
-        )
+        dropped = {value.axis(axis) for axis in axes} if value.dim else set()
+        order = [i for i, n in enumerate(value.shape) if n != 1 or i not in dropped]
+        return self.relaid(value, order)
 
     def unsqueeze(self, value: Value, axis: int) -> Value:
         """Insert an axis of length one."""
@@ -546,11 +544,10 @@ class Flow:
 
     def expand(self, value: Value, shape: Sequence[int]) -> Value:
         """Broadcast: axes that grow or are new hold equal entries."""
-        new = len(shape) - value.dim
-        unexpanded = (
-            i if value.shape[i] == shape[new + i] else None for i in range(value.dim)
-        )
-        return self.relaid(value, [*[None] * new, *unexpanded], shape)
+        order: list[int | None] = [None] * (len(shape) - value.dim)
+        for axis, n in enumerate(value.shape):
+            order.append(axis if n == shape[len(order)] else None)
+        return self.relaid(value, order, shape)
 
     def take(self, value: Value, axis: int, index: Array) -> Value:
         """Select positions along an axis; those of a unit that is selected twice are
@@ -558,7 +555,8 @@ class Flow:
         """
         if np.array_equal(index, np.arange(value.shape[axis])):
             return value
-        repeated, parts = np.unique(index).size < index.size, []
+        repeated = np.unique(index).size < index.size
+        parts = []
         for part in value.parts:
             if part is value.columns:  # the selected rows belong to one slice
                 part = Part((1,), part.atoms[index[0]])
@@ -571,11 +569,9 @@ class Flow:
                 if part.history is not None:
                     part = part.past(salt_of(axis, index.tolist()))
             parts.append(part)
-        return self.value(
-            [len(index) if i == axis else n for i, n in enumerate(value.shape)],
-            parts,
-            value.fixed,
-        )
+        shape = list(value.shape)
+        shape[axis] = len(index)
+        return self.value(shape, parts, value.fixed)
 
     def cut(self, value: Value, axis: int, index: Array) -> Value:
         """Select positions along an axis, as :meth:`take`, of which others may be
@@ -602,28 +598,26 @@ class Flow:
         """Return new atoms for a part that holds units repeatedly along an axis: first
         copies, second copies, ...
         """
-        atoms, history = part.atoms, part.history
-        line = np.moveaxis(atoms, axis, 0).reshape(atoms.shape[axis], -1)[:, 0]
-        past = None
-        if history is not None:
-            past = np.moveaxis(history, axis, 0).reshape(atoms.shape[axis], -1)[:, 0]
-        rank = rank_within(line, past).reshape(
-            [-1 if i == axis else 1 for i in range(atoms.ndim)]
-        )
+        atoms = part.atoms
+        line = _first_line(atoms, axis)
+        past = None if part.history is None else _first_line(part.history, axis)
+        shape = [1] * atoms.ndim
+        shape[axis] = len(line)
+        rank = rank_within(line, past).reshape(shape)
         copies = self.fresh(atoms.shape)
         # positions of one unit, also where another atom of the same unit is copied
         self.unify(copies, atoms)
         self.refine(copies, np.broadcast_to(rank, atoms.shape))
-        return Part(part.axes, copies, history)
+        return Part(part.axes, copies, part.history)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Reshape: axes that are merged get products of units, axes that are split keep
         theirs.
         """
-        known = math.prod(n for n in shape if n != -1)
-        shape = tuple(
-            math.prod(value.shape) // known if n == -1 else int(n) for n in shape
-        )
+        lengths = [*map(int, shape)]
+        if -1 in lengths:
+            lengths[lengths.index(-1)] = math.prod(value.shape) // -math.prod(lengths)
+        shape = tuple(lengths)
         if 0 in value.shape:
             return self.give_up([value], shape, "there are no entries")
         runs = matching_runs(value.shape, shape)
@@ -631,19 +625,16 @@ class Flow:
             value = value.past(salt_of(value.shape, shape))
         for old, _ in runs:
             value = self._merge(value, old)
-        merged = [
-            reshaped
-            for part in value.parts
-            for reshaped in reshape_part(part, runs, shape)
-        ]
-        fixed = {new for olds, news in runs for new in news if value.fixed & set(olds)}
-        parts = [self._undo_merge(part) for part in merged]
-        fixed |= {
-            axis
-            for old, new in zip(merged, parts, strict=True)
-            for axis in old.axes
-            if axis not in new.axes
-        }
+        fixed = set[int]()
+        for olds, news in runs:
+            if value.fixed.intersection(olds):
+                fixed.update(news)
+        parts = []
+        for part in value.parts:
+            for merged in reshape_part(part, runs, shape):
+                split = self._undo_merge(merged)
+                fixed.update(set(merged.axes).difference(split.axes))
+                parts.append(split)
         return self.value(shape, parts, fixed)
 
     def _merge(self, value: Value, axes: Sequence[int]) -> Value:
@@ -657,7 +648,7 @@ class Flow:
         if any(part.history is not None for part in touching):
             return self._merge(self.noted(value), axes)
         sizes = dict(enumerate(value.shape))
-        labelled = {axis for part in touching for axis in part.axes}
+        labelled = axes_of(touching)
         if math.prod(sizes[a] for a in long | labelled) > PRODUCT_LIMIT:
             self.given_up[
                 f"{self.operator} (they belong to more than {PRODUCT_LIMIT} products)"
@@ -665,19 +656,15 @@ class Flow:
             self.doubts[self.operator] = None
             return self.restrict(value, set(range(value.dim)) - labelled)
         units = self.product_units(touching, sizes, long)
-        fixed = [
-            axis for axis in units.axes if axis not in labelled and axis in value.fixed
-        ]
+        merged = set(units.axes)
+        fixed = (merged - labelled) & value.fixed
         if fixed:
             self.refine(units.atoms, positions(fixed, units.axes, sizes))
-        if len(touching) == 1 and labelled.union(fixed) == set(units.axes):
-            self.products[int(units.atoms.flat[0])] = spread(
-                touching[0], units.axes, sizes
-            ).reshape(-1)
+        if len(touching) == 1 and labelled | fixed == merged:
+            factors = spread(touching[0], units.axes, sizes)
+            self.products[int(units.atoms.flat[0])] = factors.reshape(-1)
         untouched = [part for part in value.parts if part not in touching]
-        return replace(
-            value, parts=(*untouched, units), fixed=value.fixed - set(units.axes)
-        )
+        return replace(value, parts=(*untouched, units), fixed=value.fixed - merged)
 
     def _undo_merge(self, part: Part) -> Part:
         """Return the units that were merged with positions along fixed axes, if a
@@ -691,24 +678,19 @@ class Flow:
         factor = self.products.get(start)
         if factor is None or int(part.atoms.max()) >= start + len(factor):
             return part
-        atoms = factor[part.atoms - start]
         if part.history is not None:
             return part
-        equal = [
-            n > 1 and bool((atoms == atoms.take([0], i)).all())
-            for i, n in enumerate(atoms.shape)
-        ]
-        atoms = atoms[tuple(0 if is_equal else slice(None) for is_equal in equal)]
-        if not any(equal) or not atoms.ndim or np.unique(atoms).size < atoms.size:
+        atoms = factor[part.atoms - start]
+        axes = list[int]()
+        for axis in part.axes:
+            first_line = atoms.take([0], len(axes))
+            if atoms.shape[len(axes)] > 1 and (atoms == first_line).all():
+                atoms = first_line.squeeze(len(axes))
+            else:
+                axes.append(axis)
+        if not axes or len(axes) == len(part.axes):
             return part
-        return Part(
-            tuple(
-                axis
-                for axis, is_equal in zip(part.axes, equal, strict=True)
-                if not is_equal
-            ),
-            atoms,
-        )
+        return Part(tuple(axes), atoms) if np.unique(atoms).size == atoms.size else part
 
     # several operands -----------------------------------------------------------------
 
@@ -718,25 +700,21 @@ class Flow:
         """
         values = [value for value in operands if value is not None]
         dim = max(value.dim for value in values)
-        return self.combine(
-            [(value, range(dim - value.dim, dim)) for value in values], range(dim)
-        )
+        terms = [(value, range(dim - value.dim, dim)) for value in values]
+        return self.combine(terms, range(dim))
 
     def einsum(self, equation: str, *operands: Value) -> Value:
         """Combine operands by an equation of ``torch.einsum``, in which no operand has
         a letter twice.
         """
         inputs, _, out = equation.partition("->")
-        texts = inputs.split(",")
-        hidden = [
-            value.dim - len(text.replace("...", ""))
-            for text, value in zip(texts, operands, strict=True)
-        ]
-        terms = [
-            (value, letters_of(text, n))
-            for text, value, n in zip(texts, operands, hidden, strict=True)
-        ]
-        return self.combine(terms, letters_of(out, max(hidden)))
+        terms = []
+        most_hidden = 0
+        for text, value in zip(inputs.split(","), operands, strict=True):
+            hidden = value.dim - len(text.replace("...", ""))
+            most_hidden = max(most_hidden, hidden)
+            terms.append((value, letters_of(text, hidden)))
+        return self.combine(terms, letters_of(out, most_hidden))
 
     def combine(
         self, operands: Sequence[tuple[Value, Sequence[int]]], out: Iterable[int]
@@ -748,64 +726,34 @@ class Flow:
         letters, as members of larger units if one depends on more letters than the
         other. No operand has a letter twice.
         """
-        out, sizes = list(out), dict[int, int]()
+        out = list(out)
+        sizes = dict[int, int]()
         for value, letters in operands:
             for letter, n in zip(letters, value.shape, strict=True):
                 sizes[letter] = n if sizes.get(letter, 1) == 1 else sizes[letter]
-        terms = []
-        for value, letters in operands:
-            full = {
-                axis: letter
-                for axis, letter in enumerate(letters)
-                if value.shape[axis] == sizes[letter]
-            }
-            parts = [
-                renumbered
-                for part in value.parts
-                if (renumbered := part.renumbered(full)).axes
-            ]
-            terms.append((parts, {letters[axis] for axis in value.fixed}))
-        # a constant that isn't told apart along one axis alone, as that of a shift
-        known = [
-            {letters[axis] for axis in value.fixed}
-            for value, letters in operands
-            if value.constant is not None and len(value.fixed) > 1
-        ]
-        units = {axis for parts, _ in terms for part in parts for axis in part.axes}
-        if any(units & letters for letters in known):
-            self.doubts[self.operator] = None
+        terms = [_term(value, letters, sizes) for value, letters in operands]
+        parts = [*chain.from_iterable(term.parts for term in terms)]
+        fixed = set[int]().union(*(term.fixed for term in terms))
+        unit_letters = axes_of(parts)
+        for term, (value, _) in zip(terms, operands, strict=True):
+            # a constant that isn't told apart along one axis alone, as that of a shift
+            if value.constant is not None and len(value.fixed) > 1:
+                if unit_letters & term.fixed:
+                    self.doubts[self.operator] = None
         self._tie(terms, sizes)
-        product = _product(operands, [part for parts, _ in terms for part in parts])
+        product = _product(operands, parts)
         if sizes.keys() - out:
             self._note_batch(product, out)
-        fixed = {letter for _, term_letters in terms for letter in term_letters}
-        moving = [
-            part
-            for parts, _ in terms
-            for part in parts
-            if not fixed.issuperset(part.axes)
-        ]
-        # parts that share axes, directly or through others
-        connected: list[list[Part]] = []
-        for part in [
-            parent for mover in moving for parent in self.project(mover, out, sizes)
-        ]:
-            touching = [
-                group
-                for group in connected
-                if any(set(part.axes) & set(member.axes) for member in group)
-            ]
-            connected = [group for group in connected if group not in touching]
-            connected.append(
-                [*(member for group in touching for member in group), part]
-            )
+        projected = list[Part]()
+        for part in parts:
+            if not fixed.issuperset(part.axes):
+                projected += self.project(part, out, sizes)
         to = {letter: i for i, letter in enumerate(out)}
-        parts = [self.product_units(group, sizes).renumbered(to) for group in connected]
-        result = self.value(
-            [sizes.get(letter, 1) for letter in out],
-            parts,
-            {to[letter] for letter in fixed & to.keys()},
-        )
+        units = []
+        for connected in _connected(projected):
+            units.append(self.product_units(connected, sizes).renumbered(to))
+        shape = [sizes.get(letter, 1) for letter in out]
+        result = self.value(shape, units, {to[i] for i in fixed & to.keys()})
         if product.shared and out == [*range(len(out))]:
             self.unsummed[id(result.parts)] = result.parts, product
         return result
@@ -813,40 +761,38 @@ class Flow:
     def _note_batch(self, product: Product, out: Collection[int]) -> None:
         """Note a sum of products over all axes but those of the result."""
         shared = product.shared.intersection(out)
-        batch = [part.atoms for part in product.units if part.axes[0] in shared]
-        unshared = [part.atoms for part in product.units if part.axes[0] not in shared]
+        batch = list[Array]()
+        unshared = list[Array]()
+        for part in product.units:
+            units = batch if part.axes[0] in shared else unshared
+            units.append(part.atoms)
         if batch and unshared:
             self.batches.append((batch, unshared))
 
-    def _tie(
-        self, terms: Sequence[tuple[list[Part], set[int]]], sizes: Mapping[int, int]
-    ) -> None:
+    def _tie(self, terms: Sequence[Term], sizes: Mapping[int, int]) -> None:
         """State which units of different operands are the same, or members of each
         other.
         """
-        for (parts, _), (parts_of_second, _) in combinations(terms, 2):
-            for first, second in product(parts, parts_of_second):
-                common = tuple(axis for axis in first.axes if axis in second.axes)
-                if first.axes == second.axes:
-                    self.unify(first.atoms, second.atoms)
-                elif common:
-                    shared = next(
-                        (part for part in (first, second) if part.axes == common), None
-                    )
-                    shared = shared or self.parent_units(first, common, sizes)
-                    for part in (first, second):
-                        if part is not shared:
-                            self.relate(part.atoms, spread(shared, part.axes, sizes))
-        for number, (parts, _) in enumerate(terms):
-            for part in parts:
+        for first_term, second_term in combinations(terms, 2):
+            for first, second in product(first_term.parts, second_term.parts):
+                self._tie_parts(first, second, sizes)
+        for term in terms:
+            for part in term.parts:
                 self.occur(part.atoms)
-                for fixed in (
-                    term_letters & set(part.axes)
-                    for i, (_, term_letters) in enumerate(terms)
-                    if i != number
-                ):
-                    if fixed:
+                for second_term in terms:
+                    fixed = second_term.fixed & set(part.axes)
+                    if fixed and second_term is not term:
                         self.refine(part.atoms, positions(fixed, part.axes, sizes))
+
+    def _tie_parts(self, first: Part, second: Part, sizes: Mapping[int, int]) -> None:
+        common = tuple(axis for axis in first.axes if axis in second.axes)
+        if first.axes == second.axes:
+            self.unify(first.atoms, second.atoms)
+        elif common == second.axes:
+            self.relate(first.atoms, spread(second, first.axes, sizes))
+        elif common:
+            (parent,) = self.project(first, common, sizes)
+            self.relate(second.atoms, spread(parent, second.axes, sizes))
 
     def cat(self, values: Sequence[Value], axis: int) -> Value:
         """Concatenate along ``axis``: units on it are joined end to end, units on other
@@ -951,7 +897,8 @@ def _leaf(flow: Flow, trace: Trace, node: Node) -> Any:
     """Return the value of a graph's input: units along the axes of parameters and
     running statistics only.
     """
-    tensor, spec = node.meta.get("val"), trace.inputs.get(node.name)
+    tensor = node.meta.get("val")
+    spec = trace.inputs.get(node.name)
     if not isinstance(tensor, Tensor):
         return tensor
     mask = tensor.dtype == torch.bool
@@ -977,22 +924,20 @@ def _slices(node: Node) -> Array | None:
     """Return the slice of each row of a matrix whose slices read different inputs:
     groups of a kernel, or splits.
     """
-    shape, pieces = tuple(node.meta["val"].shape), set[tuple[int, int]]()
+    shape = tuple(node.meta["val"].shape)
+    pieces = set[tuple[int, int]]()
     users = [(user, bound(user.target, user.args, user.kwargs)) for user in node.users]
-    groups = {
-        call["groups"] if call.get("weight") is node and "groups" in call else 1
-        for _, call in users
-    }
+    groups = set()
+    for _, call in users:
+        is_kernel = call.get("weight") is node and "groups" in call
+        groups.add(call["groups"] if is_kernel else 1)
     if len(groups) == 1 and min(groups) > 1 < shape[1]:
         return np.arange(shape[0]) * groups.pop() // shape[0]
     if len(shape) != 2 or shape[0] * shape[1] > SLICED_LIMIT:
         return None
     for user, call in users:
-        if (
-            operator_name(user.target) not in SPLITS
-            or call["dim"] % 2
-            or call.get("step", 1) != 1
-        ):
+        is_split = operator_name(user.target) in SPLITS
+        if not is_split or call["dim"] % 2 or call.get("step", 1) != 1:
             return None
         start = range(shape[0])[call.get("start") : call.get("end")].start
         for piece in tree_leaves(user.meta["val"]):
@@ -1020,16 +965,12 @@ def _apply_rule(
     if not tensors:
         return _read_number(flow, node, args)
     shapes = tuple(tuple(map(_concrete, t.shape)) for t in tensors)
-    call = Call(
-        node.target, bound(node.target, args, kwargs), shapes, trace.results_read(node)
-    )
+    arguments = bound(node.target, args, kwargs)
+    call = Call(node.target, arguments, shapes, trace.results_read(node))
     try:
         results = _constants(flow, call, args, kwargs) or _results(flow, call)
     except GuardOnDataDependentSymNode:  # the rule reads a number that depends on data
-        results = [
-            flow.give_up(call.operands, shape, "a position or a size depends on data")
-            for shape in shapes
-        ]
+        results = _given_up(flow, call, "a position or a size depends on data")
     complete = []
     for tensor, result in zip(tensors, results, strict=True):
         constant = result.constant
@@ -1055,10 +996,7 @@ def _results(flow: Flow, call: Call) -> list[Value]:
         )
         call = replace(call, arguments=arguments)
     if rule is None:
-        return [
-            flow.give_up(call.operands, shape, "there is no rule")
-            for shape in call.shapes
-        ]
+        return _given_up(flow, call, "there is no rule")
     returned = rule(flow, call)
     results = [returned] if isinstance(returned, Value) else list(returned or ())
     if not results or not all(isinstance(value, Value) for value in results):
@@ -1067,18 +1005,19 @@ def _results(flow: Flow, call: Call) -> list[Value]:
             "the flow's methods do"
         )
     left_out = call.shapes[len(results) :]
-    if left_out and any(number >= len(results) for number in call.read):
-        return [
-            flow.give_up(call.operands, shape, "its statistics are read")
-            for shape in call.shapes
-        ]
+    if left_out and max(call.read, default=0) >= len(results):
+        return _given_up(flow, call, "its statistics are read")
     results += map(opaque, left_out)
-    if [tuple(r.shape) for r in results] != list(call.shapes):
+    shapes = tuple(tuple(result.shape) for result in results)
+    if shapes != call.shapes:
         raise RuntimeError(
-            f"the rule of {flow.operator} gave shapes {[r.shape for r in results]}, "
-            f"not {call.shapes}"
+            f"the rule of {flow.operator} gave shapes {shapes}, not {call.shapes}"
         )
     return results
+
+
+def _given_up(flow: Flow, call: Call, why: str) -> list[Value]:
+    return [flow.give_up(call.operands, shape, why) for shape in call.shapes]
 
 
 def _constants(flow: Flow, call: Call, args: Any, kwargs: Any) -> list[Value]:
@@ -1105,10 +1044,9 @@ def _constants(flow: Flow, call: Call, args: Any, kwargs: Any) -> list[Value]:
         with torch.no_grad():
             computed = tree_leaves(call.target(*args, **kwargs))
         constants = [as_constant(value) for value in computed]
-        results = [
-            result if constant is None else flow.known(constant)
-            for result, constant in zip(results, constants, strict=True)
-        ]
+        for number, constant in enumerate(constants):
+            if constant is not None:
+                results[number] = flow.known(constant)
     return results
 
 
@@ -1162,26 +1100,56 @@ def _module_of(node: Node) -> str:
     """Name the innermost module that calls the operator."""
     stack = node.meta.get("nn_module_stack") or {}
     path, kind = list(stack.values())[-1] if stack else ("", "the network")
-    path, kind = (
-        path.removeprefix("net").removeprefix("."),
-        getattr(kind, "__name__", kind).rsplit(".", 1)[-1],
-    )
+    path = path.removeprefix("net").removeprefix(".")
+    kind = getattr(kind, "__name__", kind).rpartition(".")[2]
     return f"{path} ({kind})" if path else kind
 
 
 # parts and arrays of atoms ------------------------------------------------------------
 
 
+def axes_of(parts: Iterable[Part]) -> set[int]:
+    """Return the axes along which the units of some parts lie."""
+    return set[int]().union(*(part.axes for part in parts))
+
+
+def _term(value: Value, letters: Sequence[int], sizes: Mapping[int, int]) -> Term:
+    """Return an operand's units along axes that aren't broadcast, by letters."""
+    lengths = dict(zip(letters, value.shape, strict=True))
+    full = {i: a for i, a in enumerate(letters) if lengths[a] == sizes[a]}
+    parts = [part.renumbered(full) for part in value.parts]
+    fixed = {letters[axis] for axis in value.fixed}
+    return Term([part for part in parts if part.axes], fixed)
+
+
+def _connected(parts: Iterable[Part]) -> list[list[Part]]:
+    """Group parts that share axes, directly or through others."""
+    groups = list[list[Part]]()
+    for part in parts:
+        apart = []
+        joined = []
+        for group in groups:
+            if axes_of(group).intersection(part.axes):
+                joined += group
+            else:
+                apart.append(group)
+        groups = [*apart, [*joined, part]]
+    return groups
+
+
+def _first_line(array: Array, axis: int) -> Array:
+    """Return the entries along an axis at the first position of all others."""
+    return np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)[:, 0]
+
+
 def _product(
     operands: Sequence[tuple[Value, Sequence[int]]], parts: Iterable[Part]
 ) -> Product:
     """Return what several operands, whose axes carry letters, share."""
-    holders = Counter(
-        letter
-        for value, letters in operands
-        for letter, n in zip(letters, value.shape, strict=True)
-        if n > 1
-    )
+    holders = Counter[int]()
+    for value, letters in operands:
+        for letter, n in zip(letters, value.shape, strict=True):
+            holders[letter] += n > 1
     shared = frozenset(letter for letter, number in holders.items() if number > 1)
     units = [part for part in parts if len(part.axes) == 1 and part.atoms.size > 1]
     return Product(shared, units)
@@ -1192,11 +1160,8 @@ def letters_of(text: str, hidden: int) -> list[int]:
     ellipsis have negative ones.
     """
     before, ellipsis, after = text.partition("...")
-    return [
-        *map(ord, before),
-        *(range(-hidden, 0) if ellipsis else ()),
-        *map(ord, after),
-    ]
+    unnamed = range(-hidden, 0) if ellipsis else ()
+    return [*map(ord, before), *unnamed, *map(ord, after)]
 
 
 def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
@@ -1211,9 +1176,8 @@ def positions(
     """Number every entry over ``axes`` by its position along the axes ``along``."""
     part_axes = tuple(axis for axis in axes if axis in along)
     lengths = [sizes[axis] for axis in part_axes]
-    return spread(
-        Part(part_axes, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes
-    )
+    numbers = np.arange(math.prod(lengths)).reshape(lengths)
+    return spread(Part(part_axes, numbers), axes, sizes)
 
 
 def matching_runs(
@@ -1224,13 +1188,15 @@ def matching_runs(
 
     A run ends where equally many entries precede its end in both shapes.
     """
-    before, after = np.cumprod(old, dtype=np.int64), np.cumprod(new, dtype=np.int64)
+    before = np.cumprod(old, dtype=np.int64)
+    after = np.cumprod(new, dtype=np.int64)
     ends = np.intersect1d(before, after)
-    olds, news = np.searchsorted(ends, before), np.searchsorted(ends, after)
-    return [
-        (np.flatnonzero(olds == k).tolist(), np.flatnonzero(news == k).tolist())
-        for k in range(len(ends))
-    ]
+    runs = []
+    for k in range(len(ends)):
+        olds = np.flatnonzero(np.searchsorted(ends, before) == k)
+        news = np.flatnonzero(np.searchsorted(ends, after) == k)
+        runs.append((olds.tolist(), news.tolist()))
+    return runs
 
 
 def reshape_part(

@@ -157,7 +157,9 @@ class Pass:
         graph: fx.Graph | None = None,
         leaves: Mapping[str, str] | None = None,
     ):
-        self.trace, self.logits, self.sites = trace, logits, trace.sites
+        self.trace = trace
+        self.logits = logits
+        self.sites = trace.sites
         self.leaves = leaves or {}
         kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
         self.returned = [
@@ -230,7 +232,8 @@ class Pass:
         :param unfitted: ids of running variances that are to be fitted, with their
             means, to what they normalise; they change in place.
         """
-        users, args = iter(inputs), list[Any]()
+        users = iter(inputs)
+        args = list[Any]()
         for spec in self.trace.specs:
             site = self.sites.get(spec.target, spec.target)
             if spec.kind == InputKind.USER_INPUT:
@@ -267,14 +270,17 @@ class _Run:
     def __init__(
         self, forward: Pass, dtype: torch.dtype, twin: Move | None, unfitted: set[int]
     ):
-        self.forward, self.dtype = forward, dtype
-        self.twin, self.unfitted = twin, unfitted
+        self.forward = forward
+        self.dtype = dtype
+        self.twin = twin
+        self.unfitted = unfitted
         # results without derivatives, and the number that they depend on
         self.decisions = dict[fx.Node, Tensor]()
 
     def results(self, args: Sequence[Any]) -> Any:
         """Evaluate the graph, and free each value after its last use."""
-        placeholders, values = iter(args), dict[fx.Node, Any]()
+        placeholders = iter(args)
+        values = dict[fx.Node, Any]()
         for node in self.forward.graph.nodes:
             call: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
@@ -308,7 +314,8 @@ class _Run:
         # Results with derivatives are linearised already where signs are followed.
         linear = self.twin == "flip" and result.requires_grad
         if x is not None and x.requires_grad and not linear:
-            key, equivariant = (node, self.twin), self.forward.equivariant
+            key = (node, self.twin)
+            equivariant = self.forward.equivariant
             if key not in equivariant:
                 equivariant[key] = self._equivariant(node.target, x, args, kwargs)
             stopped_at += [] if equivariant[key] else [x]
@@ -356,7 +363,8 @@ class _Run:
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
-        name, arguments = operator_name(target), bound(target, args, kwargs)
+        name = operator_name(target)
+        arguments = bound(target, args, kwargs)
         # a twin's tensors may have other strides
         if name in ("view", "_unsafe_view") and "dtype" not in arguments:
             return args[0].reshape(args[1])

@@ -48,7 +48,8 @@ class Members(NamedTuple):
 
 def members_of(flow: Flow, traces: Sequence[Trace]) -> Members:
     """Return the parameters that products read member by member."""
-    axes, refused = dict[str, int](), list[str]()
+    axes = dict[str, int]()
+    refused = list[str]()
     for site, axis in _candidates(flow).items():
         large = math.prod(flow.leaves[site].value.shape) > SLICED_LIMIT
         if large or not _read_by_axes(site, traces):
@@ -67,7 +68,8 @@ def _candidates(flow: Flow) -> dict[str, int]:
     _, unit = unified(flow)
     candidates = dict[str, int]()
     for batch, operands in flow.batches:
-        in_batch, outside = _units(unit, batch), _units(unit, operands)
+        in_batch = _units(unit, batch)
+        outside = _units(unit, operands)
         for leaf in flow.leaves.values():
             plain = leaf.slices is None and not (leaf.kernel or leaf.buffer)
             if leaf.site in candidates or not plain:

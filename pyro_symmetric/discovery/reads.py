@@ -68,8 +68,10 @@ def untied(
         return Untied(graph, {})
     graph = copy.deepcopy(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    last, numbers = placeholders[-1], dict[tuple[Any, ...], int]()
-    nodes, leaves = dict[str, fx.Node](), dict[str, str]()
+    last = placeholders[-1]
+    numbers = dict[tuple[Any, ...], int]()
+    nodes = dict[str, fx.Node]()
+    leaves = dict[str, str]()
     for node in placeholders:
         site = site_of.get(node.name, "")
         if counts.get(site, 0) < 2:

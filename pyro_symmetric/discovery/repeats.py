@@ -146,11 +146,13 @@ def copies(
     counterpart = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
     difference = vectors - vectors[:, counterpart]
     equal = vanishing(vectors, difference, modulo_two)
-    in_first, runs = list[Array](), list[int]()
+    in_first = list[Array]()
+    runs = list[int]()
     for run in sorted({run for run, _ in blocks} - {-1}):
         elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
         own = vanishing(vectors, elsewhere, modulo_two)
-        in_first, runs = [*in_first, *own], [*runs, *(run for _ in own)]
+        in_first = [*in_first, *own]
+        runs = [*runs, *(run for _ in own)]
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]

@@ -94,16 +94,15 @@ def like_another(flow: Flow, call: Call) -> Value:
     "new_zeros",
 )
 def full(flow: Flow, call: Call) -> Value:
-    fill_value = call.get("fill_value", call.get("s", int("ones" in call.name)))
-    number = isinstance(fill_value, int | float)
+    by_default = call.get("s", int("ones" in call.name))
+    fill_value = call.get("fill_value", by_default)
+    value = Value(call.shape)
+    if isinstance(fill_value, Value):
+        value = flow.expand(fill_value, call.shape)
     constant = None
+    number = isinstance(fill_value, int | float)
     if number and math.prod(call.shape) <= CONSTANT_LIMIT:
         constant = torch.full(call.shape, fill_value, device="cpu")
-    value = (
-        flow.expand(fill_value, call.shape)
-        if isinstance(fill_value, Value)
-        else Value(call.shape)
-    )
     return replace(value, constant=constant)
 
 
@@ -131,8 +130,9 @@ def random_numbers(flow: Flow, call: Call) -> Value:
     Each entry meets its own number, so that entries can't be exchanged even if they are
     exchangeable in law.
     """
-    for value in call.operands if call.name in OF_PARAMETERS else ():
-        flow.pin(value)
+    if call.name in OF_PARAMETERS:
+        for value in call.operands:
+            flow.pin(value)
     return opaque(call.shape)
 
 
@@ -150,14 +150,16 @@ def _axes(call: Call) -> list[int]:
     given.
     """
     dim = call.get("dim")
+    value = call.value
     if dim is None or (isinstance(dim, list | tuple) and not dim):
-        return list(range(call.value.dim))
-    return [call.value.axis(d) for d in ([dim] if isinstance(dim, int) else dim)]
+        return list(range(value.dim))
+    return [*map(value.axis, [dim] if isinstance(dim, int) else dim)]
 
 
 def _pinned_along(flow: Flow, call: Call) -> Value:
     """Pin units along the axes of the reduction."""
-    return flow.restrict(call.value, set(range(call.value.dim)) - set(_axes(call)))
+    keep = set(range(call.value.dim)).difference(_axes(call))
+    return flow.restrict(call.value, keep)
 
 
 @register_rule(
@@ -167,19 +169,13 @@ def _pinned_along(flow: Flow, call: Call) -> Value:
 )  # fmt: skip
 def symmetric(flow: Flow, call: Call) -> list[Value]:
     """Reduce symmetrically; pin units if the positions of extreme entries are read."""
-    positions = (
-        len(call.shapes) > 1
-        and not call.name.endswith("_mean")
-        and bool(call.read - {0})
-    )
-    value = (
-        _pinned_along(flow, call)
-        if positions or call.name.startswith("arg")
-        else call.value
-    )
-    return [flow.reduce(value, _axes(call), bool(call.get("keepdim", False)))] * len(
-        call.shapes
-    )
+    has_positions = len(call.shapes) > 1 and not call.name.endswith("_mean")
+    positions_read = has_positions and bool(call.read - {0})
+    value = call.value
+    if positions_read or call.name.startswith("arg"):
+        value = _pinned_along(flow, call)
+    keepdim = bool(call.get("keepdim", False))
+    return [flow.reduce(value, _axes(call), keepdim)] * len(call.shapes)
 
 
 @register_rule("sort", "topk")
@@ -205,9 +201,8 @@ def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
     for operand in call.operands[1:]:  # what a difference puts before or behind
         flow.pin(operand)
-    return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(
-        call.shapes
-    )
+    fixed = value.fixed.union(_axes(call))
+    return [flow.value(call.shape, value.parts, fixed)] * len(call.shapes)
 
 
 # softmax and the normalisations -------------------------------------------------------
@@ -222,20 +217,19 @@ def softmax(flow: Flow, call: Call) -> Value:
 def layer_norm(flow: Flow, call: Call) -> Value:
     value = call["input"]
     first = value.dim - len(call["normalized_shape"])
-    return _affine(flow, call, flow.normalise(value, range(first, value.dim)), first)
+    normalised = flow.normalise(value, range(first, value.dim))
+    return _affine(flow, call, normalised, first)
 
 
 @register_rule("group_norm", "native_group_norm")
 def group_norm(flow: Flow, call: Call) -> Value:
     """Let channels move within their group, and groups as wholes."""
-    shape = call["input"].shape
+    value = call["input"]
+    batch, channels, *pixels = value.shape
     groups = call.get("num_groups") or call["group"]
-    split = flow.reshape(
-        call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]]
-    )
-    return _affine(
-        flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1
-    )
+    split = flow.reshape(value, [batch, groups, channels // groups, *pixels])
+    normalised = flow.normalise(split, range(2, split.dim))
+    return _affine(flow, call, flow.reshape(normalised, value.shape), 1)
 
 
 @register_rule(
@@ -249,14 +243,9 @@ def batch_norm(flow: Flow, call: Call) -> Value:
     """
     value = call["input"]
     channels = value.part_on(1)
-    return _affine(
-        flow,
-        call,
-        value
-        if channels is None or channels.axes == (1,)
-        else flow.restrict(value, [1]),
-        1,
-    )
+    if channels is not None and channels.axes != (1,):
+        value = flow.restrict(value, [1])
+    return _affine(flow, call, value, 1)
 
 
 def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
@@ -265,9 +254,8 @@ def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
     """
     for operand in map(call.get, ("running_mean", "running_var", "weight", "bias")):
         if operand is not None:
-            wide = flow.reshape(
-                operand, [*operand.shape, *[1] * (value.dim - axis - operand.dim)]
-            )
+            behind = [1] * (value.dim - axis - operand.dim)
+            wide = flow.reshape(operand, [*operand.shape, *behind])
             value = flow.elementwise([value, wide])
     return value
 
@@ -281,21 +269,14 @@ def matmul(flow: Flow, first: Value, second: Value) -> Value:
     columns = "c" if second.dim > 1 else ""
     first_letters = f"...{rows}i" if rows else "i"
     second_letters = f"...i{columns}" if columns else "i"
-    return flow.einsum(
-        f"{first_letters},{second_letters}->...{rows}{columns}", first, second
-    )
+    equation = f"{first_letters},{second_letters}->...{rows}{columns}"
+    return flow.einsum(equation, first, second)
 
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
     """Compute ``value @ weight.T + bias``."""
-    return flow.elementwise(
-        [
-            flow.einsum(
-                "...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight
-            ),
-            bias,
-        ]
-    )
+    equation = "...i,oi->...o" if weight.dim == 2 else "...i,i->..."
+    return flow.elementwise([flow.einsum(equation, value, weight), bias])
 
 
 @register_rule("linear")
@@ -334,17 +315,13 @@ def einsum(flow: Flow, call: Call) -> Value:
     in alphabetical order.
     """
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
-    if any(
-        text.count(letter) > 1
-        for text in inputs.split(",")
-        for letter in set(text) - {"."}
-    ):
-        return flow.give_up(call["tensors"], call.shape, "a letter is repeated")
+    for text in inputs.replace("...", "").split(","):
+        if len(set(text)) < len(text):
+            return flow.give_up(call["tensors"], call.shape, "a letter is repeated")
     if not arrow:
-        once = sorted(
-            letter for letter in set(inputs) - {",", "."} if inputs.count(letter) == 1
-        )
-        out = "".join(["..." if "." in inputs else "", *once])
+        letters = sorted(set(inputs) - {",", "."})
+        out = "..." if "." in inputs else ""
+        out += "".join(letter for letter in letters if inputs.count(letter) == 1)
     return flow.einsum(f"{inputs}->{out}", *call["tensors"])
 
 
@@ -357,10 +334,10 @@ def attention(flow: Flow, call: Call) -> Value:
     key = call["key"]
     value = call["value"]
     if call.get("enable_gqa") and query.dim >= 3:
-        key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
-    scores = flow.elementwise(
-        [flow.einsum("...qd,...kd->...qk", query, key), call["attn_mask"]]
-    )
+        key = _per_query_head(flow, key, query.shape[-3])
+        value = _per_query_head(flow, value, query.shape[-3])
+    products = flow.einsum("...qd,...kd->...qk", query, key)
+    scores = flow.elementwise([products, call["attn_mask"]])
     return flow.einsum("...qk,...kd->...qd", flow.normalise(scores, [-1]), value)
 
 
@@ -369,11 +346,8 @@ def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
     serves.
     """
     *lead, key_heads, length, width = value.shape
-    axis = value.dim - 2
-    wide = flow.expand(
-        flow.unsqueeze(value, axis),
-        [*lead, key_heads, heads // key_heads, length, width],
-    )
+    shape = [*lead, key_heads, heads // key_heads, length, width]
+    wide = flow.expand(flow.unsqueeze(value, value.dim - 2), shape)
     return flow.reshape(wide, [*lead, heads, length, width])
 
 
@@ -391,20 +365,14 @@ def convolution(flow: Flow, call: Call) -> Value:
     """
     weight = call["weight"]
     bias = call["bias"]
-    dims = call["weight"].dim - 2
+    dims = weight.dim - 2
     value = _channels(flow, _images(flow, call["input"], dims), dims)
     transposed = call.get("transposed", "transpose" in call.name)
-    result = _resized(
-        flow,
-        _per_group(flow, value, weight, call["groups"], transposed),
-        call.shape,
-        dims,
-    )
-    return (
-        result
-        if bias is None
-        else flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
-    )
+    outputs = _per_group(flow, value, weight, call["groups"], transposed)
+    result = _resized(flow, outputs, call.shape, dims)
+    if bias is None:
+        return result
+    return flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
 
 
 def _images(flow: Flow, value: Value, dims: int) -> Value:
@@ -414,11 +382,10 @@ def _images(flow: Flow, value: Value, dims: int) -> Value:
 
 def _channels(flow: Flow, value: Value, dims: int) -> Value:
     """Drop the last ``dims`` axes, those of pixels, along which units are pinned."""
-    kept_axes = range(value.dim - dims)
-    value = flow.told_apart(value, kept_axes)
-    return Value(
-        value.shape[: len(kept_axes)], value.parts, value.fixed.intersection(kept_axes)
-    )
+    axes = range(value.dim - dims)
+    value = flow.told_apart(value, axes)
+    fixed = value.fixed.intersection(axes)
+    return Value(value.shape[: len(axes)], value.parts, fixed)
 
 
 def _per_group(
@@ -433,10 +400,8 @@ def _per_group(
     row, column = "io" if transposed else "oi"
     columns = weight.columns
     rows, second = weight.shape[:2]
-    weight = replace(
-        weight, parts=tuple(part for part in weight.parts if part is not columns)
-    )
-    weight = _channels(flow, weight, weight.dim - 2)
+    parts = tuple(part for part in weight.parts if part is not columns)
+    weight = _channels(flow, replace(weight, parts=parts), weight.dim - 2)
     if groups == 1:
         return flow.einsum(f"...i,{row}{column}->...o", value, weight)
     *batch, channels = value.shape
@@ -448,9 +413,8 @@ def _per_group(
         atoms = columns.atoms.reshape(groups, -1, second)[:, 0]
         of_rows = flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1])
         of_columns = flow.value(atoms.shape, [Part((0, 1), atoms)])
-        result = flow.einsum(
-            f"...gi,g{row}{column},g{column}->...go", value, of_rows, of_columns
-        )
+        equation = f"...gi,g{row}{column},g{column}->...go"
+        result = flow.einsum(equation, value, of_rows, of_columns)
     return flow.reshape(result, [*batch, -1])
 
 
@@ -476,13 +440,9 @@ def channelwise(flow: Flow, call: Call) -> list[Value]:
 def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
     """Change the lengths of the last ``dims`` axes, along which no unit lies."""
     leading = len(shape) - dims
-    return flow.value(
-        shape,
-        value.parts,
-        {axis for axis in value.fixed if axis < leading}.union(
-            range(leading, len(shape))
-        ),
-    )
+    pixels = range(leading, len(shape))
+    fixed = value.fixed.intersection(range(leading))
+    return flow.value(shape, value.parts, fixed.union(pixels))
 
 
 # recurrent layers ---------------------------------------------------------------------
@@ -502,28 +462,26 @@ def recurrent(flow: Flow, call: Call) -> list[Value]:
     directions = 2 if call["bidirectional"] else 1
     per_cell = len(call["params"]) // (call["num_layers"] * directions)
     value = call["input"]
-    finals = []
+    biases = bool(call["has_biases"])
+    all_hidden = []
+    all_cells = []
     for layer in range(call["num_layers"]):
         outputs = []
         for number in range(layer * directions, (layer + 1) * directions):
-            first = [
-                flow.restrict(flow.take(state, 0, np.array([number])), [2])
-                for state in states
-            ]
+            first = []
+            for state in states:
+                slice_of_state = flow.take(state, 0, np.array([number]))
+                first.append(flow.restrict(slice_of_state, [2]))
             params = call["params"][number * per_cell : (number + 1) * per_cell]
-            last = _cell(
-                flow, value, params, first, bool(call["has_biases"]), GATES[call.name]
-            )
-            outputs.append(last[0])
-            finals.append(last)
+            hidden, cell = _cell(flow, value, params, first, biases, GATES[call.name])
+            outputs.append(hidden)
+            all_hidden.append(hidden)
+            all_cells.append(cell)
         value = flow.cat(outputs, 2)
-    return [
-        value,
-        *(
-            _stacked(flow, [last[i] for last in finals], states[i].shape)
-            for i in range(len(states))
-        ),
-    ]
+    results = [value]
+    for finals, state in zip((all_hidden, all_cells), states, strict=False):
+        results.append(_stacked(flow, finals, state.shape))
+    return results
 
 
 def _cell(
@@ -540,17 +498,14 @@ def _cell(
     weight_ih, weight_hh, *further = params
     bias_ih, bias_hh = further[:2] if biases else (None, None)
     cell = _per_unit(flow, linear(flow, value, weight_ih, bias_ih), gates)
-    hidden = (
-        linear(flow, cell, further[-1], None)
-        if len(further) == (3 if biases else 1)
-        else cell
-    )
+    hidden = cell
+    if len(further) == (3 if biases else 1):
+        hidden = linear(flow, cell, further[-1], None)
     # the initial state has the same units
     for state, example in zip(states, (hidden, cell), strict=False):
         flow.elementwise([state.collapsed([0, 1]), flow.collapse(example, [0, 1])])
-    flow.elementwise(
-        [cell, _per_unit(flow, linear(flow, hidden, weight_hh, bias_hh), gates)]
-    )
+    from_hidden = linear(flow, hidden, weight_hh, bias_hh)
+    flow.elementwise([cell, _per_unit(flow, from_hidden, gates)])
     return hidden, cell
 
 
@@ -561,26 +516,23 @@ def _per_unit(flow: Flow, value: Value, gates: int) -> Value:
     *lead, rows = value.shape
     split = flow.reshape(value, [*lead, gates, rows // gates])
     axis = len(lead)
-    return flow.elementwise(
-        [
-            flow.squeeze(flow.take(split, axis, np.array([gate])), [axis])
-            for gate in range(gates)
-        ]
-    )
+    by_gate = []
+    for gate in range(gates):
+        rows_of_gate = flow.take(split, axis, np.array([gate]))
+        by_gate.append(flow.squeeze(rows_of_gate, [axis]))
+    return flow.elementwise(by_gate)
 
 
 def _stacked(flow: Flow, finals: list[Value], shape: Shape) -> Value:
     """Stack the final states of all layers and directions, each with its own units."""
-    parts = [final.part_on(2) for final in finals]
-    if any(part is None or part.axes != (2,) for part in parts):
-        return flow.give_up(
-            finals, shape, "hidden units belong to the batch or to time"
-        )
-    return flow.value(
-        shape,
-        [Part((0, 2), np.stack([part.atoms for part in parts if part is not None]))],
-        [1],
-    )
+    atoms = []
+    for final in finals:
+        part = final.part_on(2)
+        if part is None or part.axes != (2,):
+            why = "hidden units belong to the batch or to time"
+            return flow.give_up(finals, shape, why)
+        atoms.append(part.atoms)
+    return flow.value(shape, [Part((0, 2), np.stack(atoms))], [1])
 
 
 @register_rule("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
@@ -590,10 +542,9 @@ def fused_cell(flow: Flow, call: Call) -> list[Value]:
     """
     inner, outer, state, *biases = call.operands
     gates = GATES["lstm" if "lstm" in call.name else "gru"]
-    units = flow.elementwise(
-        [state, *(_per_unit(flow, value, gates) for value in (inner, outer, *biases))]
-    )
-    return [units, units][: len(call.shapes) - 1]
+    by_unit = [_per_unit(flow, value, gates) for value in (inner, outer, *biases)]
+    units = flow.elementwise([state, *by_unit])
+    return [units] * (len(call.shapes) - 1)
 
 
 # views --------------------------------------------------------------------------------
@@ -623,14 +574,13 @@ def unsqueeze(flow: Flow, call: Call) -> Value:
 @register_rule("permute", "transpose")
 @carrier
 def permute(flow: Flow, call: Call) -> Value:
-    axes = [*range(call.value.dim)]
+    value = call.value
+    axes = [*range(value.dim)]
     if call.name == "transpose":
-        first = call.value.axis(call["dim0"])
-        second = call.value.axis(call["dim1"])
+        first = value.axis(call["dim0"])
+        second = value.axis(call["dim1"])
         axes[first], axes[second] = second, first
-    return flow.relaid(
-        call.value, [call.value.axis(axis) for axis in call.get("dims", axes)]
-    )
+    return flow.relaid(value, [*map(value.axis, call.get("dims", axes))])
 
 
 @register_rule("expand", "expand_as")
@@ -648,11 +598,11 @@ def repeat(flow: Flow, call: Call) -> Value:
         value = flow.unsqueeze(value, 0)
     for axis, count in enumerate(counts):
         if count != 1:
-            shape = [*value.shape[:axis], count, *value.shape[axis:]]
+            shape = [*value.shape]
+            shape.insert(axis, count)
             value = flow.expand(flow.unsqueeze(value, axis), shape)
-            value = flow.reshape(
-                value, [*shape[:axis], count * shape[axis + 1], *shape[axis + 2 :]]
-            )
+            shape[axis : axis + 2] = [math.prod(shape[axis : axis + 2])]
+            value = flow.reshape(value, shape)
     return value
 
 
@@ -733,18 +683,17 @@ def pad(flow: Flow, call: Call) -> Value:
     widths = call["pad"]
     for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         axis = value.dim - 1 - step
-        value = flow.take(
-            value, axis, np.arange(max(0, -before), value.shape[axis] + min(0, after))
-        )
-        padding = [
-            Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :]))
-            for width in (before, after)
-        ]
-        value = flow.cat(
-            [piece for piece in (padding[0], value, padding[1]) if piece.shape[axis]],
-            axis,
-        )
+        end = value.shape[axis] + min(0, after)
+        value = flow.take(value, axis, np.arange(max(0, -before), end))
+        pieces = [_padding(value, axis, before), value, _padding(value, axis, after)]
+        value = flow.cat([piece for piece in pieces if piece.shape[axis]], axis)
     return value
+
+
+def _padding(value: Value, axis: int, width: int) -> Value:
+    shape = list(value.shape)
+    shape[axis] = max(0, width)
+    return Value(tuple(shape))
 
 
 @register_rule("slice_scatter", "select_scatter")
@@ -759,16 +708,13 @@ def write_slice(flow: Flow, call: Call) -> Value:
     if np.array_equal(written, np.arange(value.shape[axis])):
         return source
     if value.part_on(axis) is None:
-        return _written(
-            flow, call, [value.collapsed([axis]), flow.collapse(source, [axis])], [axis]
-        )
+        operands = [value.collapsed([axis]), flow.collapse(source, [axis])]
+        return _written(flow, call, operands, [axis])
     # Units keep their atoms; the source must have the same units, or be constant
     # (zeros). Taking the positions notes them as a tensor of their own, which tells
     # them apart from the rest.
     flow.elementwise([flow.take(value, axis, written), source])
-    return flow.value(
-        value.shape, value.parts, value.fixed | {a for a in source.fixed if a != axis}
-    )
+    return flow.value(value.shape, value.parts, value.fixed | (source.fixed - {axis}))
 
 
 # indexing by data ---------------------------------------------------------------------
@@ -782,11 +728,10 @@ def embedding(flow: Flow, call: Call) -> Value:
     weight, *indices = call.operands
     for value in indices:
         flow.pin(value)
-    lead = range(len(call.shape) - 1)
-    rows = flow.relaid(
-        flow.chosen_by_data(weight, [1]), [*(None for _ in lead), 1], call.shape
-    )
-    return flow.value(call.shape, rows.parts, rows.fixed.union(lead))
+    lead = len(call.shape) - 1
+    weight = flow.chosen_by_data(weight, [1])
+    rows = flow.relaid(weight, [*[None] * lead, 1], call.shape)
+    return flow.value(call.shape, rows.parts, rows.fixed.union(range(lead)))
 
 
 @register_rule("index", "index_select")
@@ -800,10 +745,10 @@ def index(flow: Flow, call: Call) -> Value:
     if not further and known is not None:
         return flow.cut(value, axis, known)
     value = flow.noted(value)
-    axes = [axis for _, replaced in indices for axis in replaced]
+    axes = _replaced_axes(indices)
     shape = call.shape
     unindexed = [axis for axis in range(value.dim) if axis not in axes]
-    first = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0
+    first = axes[0] if _adjacent(axes) else 0
     new = len(shape) - len(unindexed)
     # known index maps, of which each varies along an axis of its own
     outer = _outer_indices(indices, new)
@@ -812,24 +757,23 @@ def index(flow: Flow, call: Call) -> Value:
     for entry, replaced in indices:
         if replaced[0] not in outer:
             flow.pin(entry)
-    unknown = {axis for axis in axes if axis not in outer}
     places: list[int | None] = [None] * new
+    unknown = set(range(first, first + new))
     for old, (place, _) in outer.items():
         places[place] = old
-    result = flow.relaid(
-        flow.restrict(value, set(range(value.dim)) - unknown),
-        [*unindexed[:first], *places, *unindexed[first:]],
-        shape,
-    )
-    return flow.value(
-        shape,
-        result.parts,
-        result.fixed.union(
-            first + place
-            for place, old in enumerate(places)
-            if old is None and shape[first + place] > 1
-        ),
-    )
+        unknown.discard(first + place)
+    value = flow.restrict(value, {*unindexed, *outer})
+    order = [*unindexed[:first], *places, *unindexed[first:]]
+    result = flow.relaid(value, order, shape)
+    return flow.value(shape, result.parts, result.fixed | unknown)
+
+
+def _replaced_axes(indices: Sequence[tuple[Value, list[int]]]) -> list[int]:
+    return [axis for _, replaced in indices for axis in replaced]
+
+
+def _adjacent(axes: list[int]) -> bool:
+    return axes == [*range(axes[0], axes[-1] + 1)]
 
 
 def _positions_in(entry: Value, length: int) -> Array | None:
@@ -853,12 +797,11 @@ def _outer_indices(
         if entry.constant is None or entry.mask or len(long) != 1:
             continue
         place = long[0] + new - entry.dim
-        independent = all(
-            index_entry is entry
-            or (not index_entry.mask and _length(index_entry, place - new) == 1)
-            for index_entry, _ in indices
-        )
-        if independent:
+        varying = []  # the indices that vary along the same axis
+        for index_entry, _ in indices:
+            if index_entry.mask or _length(index_entry, place - new) > 1:
+                varying.append(index_entry)
+        if len(varying) == 1:
             positions = entry.constant.reshape(-1).numpy().astype(np.int64)
             outer[replaced[0]] = place, positions
     return outer
@@ -926,20 +869,19 @@ def scatter(flow: Flow, call: Call) -> Value:
     source = call.get("src", call.get("value"))
     source = source if isinstance(source, Value) else Value(())
     flow.pin(positions)
-    target, indexed, written = (
-        [n for a, n in enumerate(x.shape) if a != axis]
-        for x in (value, positions, source)
-    )
-    if target != indexed or (source.dim and written != indexed):
-        return flow.give_up(
-            [value, source], call.shape, "only some of the units are written"
-        )
-    return _written(
-        flow,
-        call,
-        [flow.collapse(x, [axis]) for x in (value, source, positions)],
-        [axis],
-    )
+    lines = _shape_without(positions, axis)
+    complete = _shape_without(value, axis) == lines
+    if source.dim:
+        complete = complete and _shape_without(source, axis) == lines
+    if not complete:
+        why = "only some of the units are written"
+        return flow.give_up([value, source], call.shape, why)
+    operands = [flow.collapse(x, [axis]) for x in (value, source, positions)]
+    return _written(flow, call, operands, [axis])
+
+
+def _shape_without(value: Value, axis: int) -> Shape:
+    return (*value.shape[:axis], *value.shape[axis + 1 :])
 
 
 @register_rule(
@@ -959,22 +901,18 @@ def index_put(flow: Flow, call: Call) -> Value:
     indices = _indices(call)
     for entry, _ in indices:
         flow.pin(entry)
-    axes = [axis for _, replaced in indices for axis in replaced]
-    if axes != [*range(axes[0], axes[-1] + 1)]:
-        return flow.give_up(
-            [value, source], call.shape, "indices have gaps between them"
-        )
-    before = [*range(axes[0])]
-    after = value.dim - axes[-1] - 1
-    dim = axes[0] + max(1 if entry.mask else entry.dim for entry, _ in indices) + after
-    unindexed = [*before, *range(dim - after, dim)]
-    source = flow.restrict(
-        flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]),
-        unindexed,
-    )
-    source = flow.relaid(
-        source, [*before, *(None for _ in axes), *unindexed[len(before) :]]
-    )
+    axes = _replaced_axes(indices)
+    if not _adjacent(axes):
+        why = "indices have gaps between them"
+        return flow.give_up([value, source], call.shape, why)
+    indexed_dims = max(1 if entry.mask else entry.dim for entry, _ in indices)
+    before = range(axes[0])
+    last = axes[0] + indexed_dims
+    after = range(last, last + value.dim - axes[-1] - 1)
+    missing = last + len(after) - source.dim
+    source = flow.relaid(source, [*[None] * missing, *range(source.dim)])
+    source = flow.restrict(source, [*before, *after])
+    source = flow.relaid(source, [*before, *[None] * len(axes), *after])
     return _written(flow, call, [flow.collapse(value, axes), source], axes)
 
 

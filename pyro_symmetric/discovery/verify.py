@@ -397,7 +397,8 @@ def trial_elements(
             move for move in moves if trials is not None or i * bits[move] < BITS
         ]
         element = group.sample(dtype=torch.float64)
-        permutations, signs = element.permutations, element.signs
+        permutations = element.permutations
+        signs = element.signs
         if i == 0:
             permutations = {
                 n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1))
@@ -447,7 +448,8 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
         if not x.numel():
             continue
         if not (x.is_floating_point() or x.is_complex()):
-            x, y = x.double(), y.double()
+            x = x.double()
+            y = y.double()
         changes = (x != y) & ~(x.isnan() & y.isnan())
         change = torch.where(changes, x - y, 0).abs().max()
         size = torch.where(x.isfinite(), x, 0).abs().max()
@@ -480,12 +482,14 @@ class _Copy:
                 f"inconclusive: {type(net).__name__} is on the meta device, which "
                 "holds no numbers"
             )
-        self.original, self.net = net, copied(net, torch.float64)
+        self.original = net
+        self.net = copied(net, torch.float64)
         self.weights = symmetry.weights_of(self.net)
         self.origin = _weights_without_constants(symmetry, net)
         self.size = sum(value.numel() for value in self.origin.values())
         self.call = TensorsOnly(self.net, args, kwargs)
-        self.symmetry, self.seed = symmetry, drawn_seed()
+        self.symmetry = symmetry
+        self.seed = drawn_seed()
 
     def load(self, weights: Callable[[str], Tensor]) -> None:
         """Load weights, site by site."""
@@ -668,7 +672,9 @@ class _Outputs:
     """
 
     def __init__(self, copy: _Copy, origin: Weights, inputs: list[Tensor]):
-        self.copy, self.origin, self.inputs = copy, origin, inputs
+        self.copy = copy
+        self.origin = origin
+        self.inputs = inputs
         self.copy.load(self._own)
         self.before: dict[bool, list[Tensor] | None] = {
             train: self._run(train) for train in (False, True)
@@ -686,7 +692,8 @@ class _Outputs:
                 )
         if difference(outputs, self.before[True]) == 0:  # both modes are one
             self.before[True] = None
-        self.tolerance, self.measured = TOLERANCE, False
+        self.tolerance = TOLERANCE
+        self.measured = False
 
     @property
     def has_train_mode(self) -> bool:
@@ -705,7 +712,8 @@ class _Outputs:
         self.copy.load(lambda site: first.on_site(site, self._own(site)))
         size = self._difference(True)
         if in_eval:
-            second, weights = only(element, in_eval), self.copy.weights
+            second = only(element, in_eval)
+            weights = self.copy.weights
             with torch.no_grad():
                 for site in {a.site for _, name in in_eval for a in group[name].axes}:
                     weights[site].copy_(second.on_site(site, weights[site]))
@@ -720,7 +728,8 @@ class _Outputs:
                     f"{again:.1g} of the largest one"
                 )
             if not self.measured:
-                self.tolerance, self.measured = self.rounding(), True
+                self.tolerance = self.rounding()
+                self.measured = True
         return Change(not size < self.tolerance, size)
 
     def rounding(self) -> float:

@@ -8,6 +8,7 @@ places, from 1, that each weight comes from, negative if it changes sign.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import (
@@ -33,7 +34,7 @@ from pyro_symmetric.discovery.linear_twin import (
 from pyro_symmetric.discovery.symmetry import Symmetry, fresh, plain_weights
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
-from pyro_symmetric.weights import Weights, map_values
+from pyro_symmetric.weights import Weights, drop_names, map_values, select_rows
 
 # weights and parameters of a network, and moves, at most
 WEIGHTS, PARAMETERS, MOVES = 20_000, 30, 120
@@ -53,12 +54,14 @@ def with_wholes(
     :param held: the sites that don't move.
     """
     weights = plain_weights(net, symmetry.group)
-    plain = all(
-        value.is_floating_point() and value.device.type == "cpu"
-        for value in weights.values()
-    )
-    size = sum(value.numel() for value in weights.values())
-    if symmetry.at_least or not plain or size > WEIGHTS or len(weights) > PARAMETERS:
+    if symmetry.at_least or len(weights) > PARAMETERS:
+        return symmetry
+    size = 0
+    for value in weights.values():
+        size += value.numel()
+        if not value.is_floating_point() or value.device.type != "cpu":
+            return symmetry
+    if size > WEIGHTS:
         return symmetry
     try:
         with torch.no_grad(), without_fast_attention(), without_warnings():
@@ -110,8 +113,7 @@ class _Wholes:
 
         def outputs(drawn: Weights) -> Tensor:
             results = self.run.outputs(self.weights | drawn, inputs, torch.float64)
-            real = [torch.view_as_real(x) if x.is_complex() else x for x in results]
-            return torch.cat([x.flatten() for x in real])
+            return torch.cat([*map(_real_entries, results)])
 
         drawn = {site: rows[:, places] for site, places in self.places.items()}
         if self.batched:
@@ -120,11 +122,9 @@ class _Wholes:
             except (NotDifferentiable, RuntimeError):
                 self.batched = False
         if not self.batched:
-            one_by_one = zip(*drawn.values(), strict=True)
-            moved = torch.stack(
-                [outputs(dict(zip(drawn, x, strict=True))) for x in one_by_one]
-            )
-        first, *_ = moved
+            one_by_one = [select_rows(drawn, row) for row in range(len(rows))]
+            moved = torch.stack([*map(outputs, one_by_one)])
+        first = moved[0]
         finite = first.isfinite()  # masked logits aren't
         as_finite = (moved.isfinite() == finite).all(1)
         change = torch.where(finite, moved - first, 0.0).abs().amax(1)
@@ -141,34 +141,30 @@ class _Wholes:
         for size in SIZES:
             if len(hold) == 1:
                 break
-            inputs = [
-                random_like(in_double(value), size=size)
-                for value in self.run.trace.tensors
-            ]
-            drawn = [
-                fresh(self.weights[site], site in self.group.buffers).flatten()
-                for site in self.places
-            ]
+            inputs = []
+            for value in self.run.trace.tensors:
+                inputs.append(random_like(in_double(value), size=size))
+            drawn = []
+            for site in self.places:
+                value = fresh(self.weights[site], site in self.group.buffers)
+                drawn.append(value.flatten())
             weights = torch.cat(drawn)
             noise = torch.randn_like(weights)
             order = torch.stack([move for _, move in hold])
             unchanged = ~self._changed(order.sign() * weights[order.abs() - 1], inputs)
             hold = [*compress(hold, unchanged.tolist())]
-            order, matter = order[unchanged], matter[unchanged]
+            order = order[unchanged]
+            matter = matter[unchanged]
             nudges = noise - noise[order.abs() - 1] + noise * (order < 0)
             matter |= self._changed(weights + nudges, inputs)
-        return [*compress(hold, matter.tolist())], [*compress(hold, (~matter).tolist())]
+        idle = compress(hold, (~matter).tolist())
+        return [*compress(hold, matter.tolist())], [*idle]
 
     # signs ----------------------------------------------------------------------------
 
     def _flips(self) -> Iterator[Move]:
         """Iterate over flips of parameters, and of one unit or two along some axes."""
-        parameters = {
-            site: places
-            for site, places in self.places.items()
-            if site not in self.group.buffers
-        }
-        yield from self._subsets(parameters, "")
+        yield from self._subsets(drop_names(self.places, self.group.buffers), "")
         for units in self.group.units.values():
             for chosen in ([0], [1], [0, 1]) if units.size > 1 else ():
                 axes = self._axes(units.name)[:4]
@@ -205,10 +201,12 @@ class _Wholes:
         """
         below = dict[str, dict[str, Tensor]]()
         for site, places in self.places.items():
-            for cut in [i for i, letter in enumerate(f"{site}.") if letter == "."]:
-                below.setdefault(site[:cut], {})[site[cut:]] = places
+            for dot in re.finditer(r"\.|$", site):
+                path = site[: dot.start()]
+                below.setdefault(path, {})[site[dot.start() :]] = places
         for first_group, second_group in combinations(below, 2):
-            first, second = below[first_group], below[second_group]
+            first = below[first_group]
+            second = below[second_group]
             if [*first] == [*second]:
                 pairs = [*zip(first.values(), second.values(), strict=True)]
                 yield from self._exchange(f"{first_group} and {second_group}", pairs)
@@ -219,25 +217,33 @@ class _Wholes:
         for first, second in combinations_with_replacement(self.group.units, 2):
             start = self.group[first].size if first == second else 0
             if self.group[second].count > start != 1:
-                at = [self._of_units(axis, [0]) for axis in self._axes(first)]
-                to = [self._of_units(axis, [start]) for axis in self._axes(second)]
-                if len(at) == len(to):
+                axes = self._axes(first)
+                second_axes = self._axes(second)
+                if len(axes) == len(second_axes):
+                    pairs = []
+                    for axis, second_axis in zip(axes, second_axes, strict=True):
+                        to = self._of_units(second_axis, [start])
+                        pairs.append((self._of_units(axis, [0]), to))
                     text = f"units of {first} and others of {second}"
-                    yield from self._exchange(text, [*zip(at, to, strict=True)])
+                    yield from self._exchange(text, pairs)
 
     def _exchanges_in_members(self) -> Iterator[Move]:
         for name in self.group.names("permute"):
             axes = self._axes(name) if self.group[name].size > 1 else []
-            shapes = [self.places[axis.site].shape for axis in axes]
-            for dims in islice(product(*map(range, map(len, shapes))), SUBSETS):
+            choices = product(*(range(self.places[axis.site].dim()) for axis in axes))
+            for dims in islice(choices, SUBSETS):
                 pairs = []
+                lengths = set()
                 for axis, dim in zip(axes, dims, strict=True):
-                    member = self.places[axis.site].select(dim, 0).flatten()
-                    ends = [self._of_units(axis, [unit]) for unit in (0, 1)]
-                    first, second = (end[torch.isin(end, member)] for end in ends)
+                    places = self.places[axis.site]
+                    lengths.add(places.shape[dim])
+                    member = places.select(dim, 0).flatten()
+                    first = self._of_units(axis, [0])
+                    second = self._of_units(axis, [1])
+                    first = first[torch.isin(first, member)]
+                    second = second[torch.isin(second, member)]
                     pairs.append((first, second))
-                lengths = {s[d] for s, d in zip(shapes, dims, strict=True)} - {1}
-                if len(lengths) == 1:
+                if len(lengths - {1}) == 1:
                     yield from self._exchange(f"units of {name} in one member", pairs)
 
     def _exchange(
@@ -260,3 +266,8 @@ class _Wholes:
         places = self.places[axis.site]
         along = places.flatten(axis.dim, axis.dim + axis.span - 1).movedim(axis.dim, 0)
         return along[axis.index[:, [*chosen]]].flatten()
+
+
+def _real_entries(value: Tensor) -> Tensor:
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.flatten()

@@ -149,10 +149,8 @@ class Group:
             name: slice(*pair)
             for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)
         }
-        self.size, self.depth = (
-            ends[-1],
-            max((len(self.ancestors(name)) for name in self.units), default=0),
-        )
+        self.size = ends[-1]
+        self.depth = max((len(self.ancestors(name)) for name in self.units), default=0)
         self.roots = tuple(
             name for name, unit_set in self.units.items() if unit_set.parent is None
         )

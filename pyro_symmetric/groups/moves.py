@@ -188,7 +188,8 @@ class Rotate(MoveKind):
 
     def followed(self, group: Group, numbers: Tensor, images: Tensor) -> Tensor:
         def carried(name: str, matrices: Tensor) -> Tensor:
-            slot, size = group.slots[name], group[name].size
+            slot = group.slots[name]
+            size = group[name].size
             copies = (images[..., slot] - slot.start)[..., ::size] // size
             index = copies[..., None, None].expand_as(matrices)
             return matrices.gather(-3, index)

@@ -246,7 +246,8 @@ def _contradictions(rows: Mapping[str, Json]) -> Iterator[str]:
     for name, bound in bounds.items():
         if afterwards is None or not name.startswith("symmetrized"):
             continue
-        elbo, other_elbo = bound["symmetrized_elbo"], afterwards["symmetrized_elbo"]
+        elbo = bound["symmetrized_elbo"]
+        other_elbo = afterwards["symmetrized_elbo"]
         error = math.hypot(bound["symmetrized_error"], afterwards["symmetrized_error"])
         if elbo < other_elbo - 2 * error:
             yield (
@@ -371,7 +372,8 @@ def _uncertainty(draws: Draws, reference: Draws | None) -> Json:
     """
     scores = _numbers(draws.scores)
     of_reference = _numbers(reference.scores) if reference else {}
-    errors, paired = {}, {}
+    errors = {}
+    paired = {}
     for name, score in scores.items():
         replicates = [numbers[name] for numbers in draws.replicates]
         errors[f"prediction/{name}"] = _jackknife(replicates)
@@ -404,7 +406,8 @@ def _invariance(draws: Draws, problem: Problem, independent: int) -> Json:
 
 def _modulo(posterior: Posterior, problem: Problem) -> Weights:
     """Align draws: as many as are compared with each other, then all to these."""
-    symmetry, most = problem.symmetry, max(FRAME_DRAWS, problem.settings.draws)
+    symmetry = problem.symmetry
+    most = max(FRAME_DRAWS, problem.settings.draws)
     count = posterior.num_chains * posterior.num_samples
     if count <= most:
         return frame_of_orbits(posterior, symmetry).samples

@@ -72,7 +72,8 @@ def write_report(study: Study) -> None:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    rows, settings = study.results["methods"], study.problem.settings
+    rows = study.results["methods"]
+    settings = study.problem.settings
     for folder in (FIGURES, CSV):
         (study.out / folder).mkdir(exist_ok=True)
     shown = []
@@ -126,12 +127,14 @@ def table_of(name: str, methods: Rows) -> Json:
     :returns: its entries there, and ``rows``: method -> (text, whether it is the
         column's best) of each cell; without the methods that have no number.
     """
-    entries, numbers = TABLES[name], by_path(methods)
+    entries = TABLES[name]
+    numbers = by_path(methods)
     rows: dict[str, list[tuple[str, bool]]] = {method: [] for method in methods}
     # The reference's distance is that of its own halves.
     competes = column(numbers, "distance/to") != OWN_HALF
     for _, path, form, best, _ in entries["columns"]:
-        values, errors = column(numbers, path), column(numbers, f"errors/{path}")
+        values = column(numbers, path)
+        errors = column(numbers, f"errors/{path}")
         compared = values.dropna()
         if not entries.get("rivals", True):
             compared = compared[competes]
@@ -156,7 +159,8 @@ def _file_name(title: str) -> str:
 def _save_csv(entries: Row, methods: Rows, folder: Path) -> None:
     """Write the numbers of a table and their standard errors."""
     numbers = by_path(methods)
-    heads, columns = [], []
+    heads = []
+    columns = []
     for head, path, *_ in entries["columns"]:
         heads += [head, f"{head}, error"]
         columns += [column(numbers, path), column(numbers, f"errors/{path}")]
@@ -223,7 +227,8 @@ def _text(value: Any, form: str) -> str:
 
 def figures(study: Study) -> Iterator[tuple[str, str, Figure]]:
     """Draw the figures of a report: heading, caption, figure."""
-    rows, reference = study.results["methods"], study.problem.settings.reference
+    rows = study.results["methods"]
+    reference = study.problem.settings.reference
     if distances := _having(rows, "distance"):
         yield (
             "Distance to the reference",
@@ -413,7 +418,8 @@ def before_and_after(distances: Rows) -> Figure:
     line.
     """
     figure, panels = _panels([""], 6.4, 0.9 + 0.34 * len(distances))
-    ax, heights = panels[""], range(len(distances))
+    ax = panels[""]
+    heights = range(len(distances))
     before, after = (
         [row[kind]["mmd"]["median"] for row in distances.values()]
         for kind in ("raw", "removed")

@@ -103,7 +103,9 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     fits = [_mean_field(problem, budget, progress) for _ in range(max(2, budget.modes))]
     first, *later_guides = (guide for guide, _ in fits)
     finite = problem.symmetry.finite
-    moved, before, after = [], [], []
+    moved = []
+    before = []
+    after = []
     for later_guide in later_guides:
         found = align(later_guide, first, finite, cost="wasserstein", progress=progress)
         moved.append(push_forward(later_guide, found.element))

@@ -328,3 +328,27 @@ def test_units_of_cells_are_found_on_any_device(
     symmetry = find_symmetry(Last(kind).to(device), torch.randn(5, 3, device=device))
     # Of the units, and of the columns that a first state of zeros meets.
     assert symmetry.permutations.log_order() == pytest.approx(2 * log(factorial(4)))
+
+
+class Diagonal(nn.Module):
+    """Six units, each of which is multiplied by an entry of a matrix's diagonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 6)
+        self.matrix = nn.Parameter(torch.randn(6, 6))
+        self.b = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(6)
+        return self.b(torch.tanh(self.a(x)) * self.matrix[index, index])
+
+
+def test_an_index_of_two_axes_at_once_pins_both_as_neither_moves_alone() -> None:
+    net, x = Diagonal().double(), torch.randn(5, 3, dtype=torch.float64)
+    symmetry = find_symmetry(net, x)
+    assert symmetry.at_least and int(symmetry.permutations.order()) == 1
+    moved = Diagonal().double()
+    moved.load_state_dict(symmetry.sample()(dict(net.state_dict())))
+    assert not torch.equal(moved.matrix.diagonal(), net.matrix.diagonal())
+    torch.testing.assert_close(moved(x), net(x))
