@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal, get_args
@@ -112,28 +113,25 @@ class Dataset:
         """Move the data to another device or floating-point dtype; class indices stay
         integers.
         """
-        tensors = {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        moved = {
-            n: v.to(device=device, dtype=dtype if v.is_floating_point() else None)
-            for n, v in tensors.items()
-        }
-        return replace(self, **moved)  # type: ignore[arg-type]
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                real = value.is_floating_point()
+                moved[name] = value.to(device=device, dtype=dtype if real else None)
+        return replace(self, **moved)
 
     def describe(self) -> str:
         """Describe rows, inputs and targets in a sentence for a report."""
         size = "x".join(map(str, self.input_shape))
         classes = self.class_names
+        targets = f"targets of scale {self.y_scale:.4g}"
+        if classes:
+            targets = f"{len(classes)} classes ({shorten(classes)})"
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} "
             "test rows",
             f"{'images of' if len(self.input_shape) == 3 else 'features:'} {size}",
-            f"{len(classes)} classes ({shorten(classes)})"
-            if classes
-            else f"targets of scale {self.y_scale:.4g}",
+            targets,
         ]
         if self.ood_x is not None:
             parts.append(
@@ -190,18 +188,16 @@ def load(
     arguments.one_of("task", task, (None, *get_args(Task)))
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
-    raw = _read(
-        name, Path(root).expanduser(), download, target, split, task, image_size
-    )
+    folder = Path(root).expanduser()
+    raw = _read(name, folder, download, target, split, task, image_size)
     if task not in (None, raw.task):
         raise ValueError(
             f"{name} is a {raw.task} data set, so task={task!r} doesn't fit"
         )
     held_out = _held_out(name, raw, hold_out)
-    is_kept = np.array([label not in held_out for label in raw.class_names])
-    train, test, outside = _split(
-        raw, is_kept, max_train, max_test, np.random.default_rng([seed, split])
-    )
+    is_kept = ~np.isin(raw.class_names, held_out)
+    rng = np.random.default_rng([seed, split])
+    train, test, outside = _split(raw, is_kept, max_train, max_test, rng)
     if held_out:
         class_names = tuple(label for label in raw.class_names if label not in held_out)
         raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=class_names)
@@ -214,9 +210,8 @@ def load(
     if raw.task == "regression":
         y_mean, y_scale = _moments(y[train])
         y = (y - y_mean) / y_scale
-    test_x, ood_x = (
-        (_inputs(raw.x[rows]) - x_mean) / x_scale for rows in (test, outside)
-    )
+    test_x = (_inputs(raw.x[test]) - x_mean) / x_scale
+    ood_x = (_inputs(raw.x[outside]) - x_mean) / x_scale
     return Dataset(
         name=name,
         task=raw.task,
@@ -262,22 +257,15 @@ def ood(
             "classes"
         )
     if name.startswith("csv:"):
-        raw = Raw(
-            numbers(frame(name, like.feature_names)[list(like.feature_names)]),
-            np.zeros(0),
-        )
+        table = frame(name, like.feature_names)
+        raw = Raw(numbers(table[list(like.feature_names)]), np.zeros(0))
     else:
-        raw = _read(
-            name,
-            Path(root).expanduser(),
-            download,
-            None,
-            0,
-            None,
-            like.input_shape[-1],
-        )
+        folder = Path(root).expanduser()
+        side = like.input_shape[-1]
+        raw = _read(name, folder, download, None, 0, None, side)
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
-    x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
+    order = np.random.default_rng(seed).permutation(len(rows))
+    x = _inputs(rows[order[:max_rows]])
     if x.shape[1:] != like.input_shape:
         shape = tuple(x.shape[1:])
         expected = tuple(like.input_shape)
@@ -335,13 +323,10 @@ def _held_out(
     names = raw.class_names
     if classes == "auto":
         classes = names[len(names) - round(len(names) / 5) :] if len(names) >= 5 else ()
-    held_out = [
-        str(label)
-        for label in arguments.listed("hold_out", classes or (), (str, int), "classes")
-    ]
-    if held_out and (
-        not set(held_out) <= set(names) or len(set(names) - set(held_out)) < 2
-    ):
+    listed = arguments.listed("hold_out", classes or (), (str, int), "classes")
+    held_out = [*map(str, listed)]
+    known = set(held_out) <= set(names)
+    if held_out and (not known or len(set(names) - set(held_out)) < 2):
         raise ValueError(
             f"hold_out is {held_out}; it must leave at least 2 of the classes of "
             f"{name}: {shorten(names)}"
@@ -361,19 +346,19 @@ def _split(
     """
     inside = is_kept[raw.y] if raw.class_names else np.ones(len(raw.y), dtype=bool)
     train, test = raw.parts or (np.arange(len(raw.y)),) * 2
-    train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
+    train = train[inside[train]]
+    outside = test[~inside[test]]
+    test = test[inside[test]]
     if not raw.parts:
         rows = _stratified(train, raw, rng)
         num_test = max(1, round(TEST_SHARE * len(train)))
         train = rows[num_test:]
         test = rows[:num_test]
-    sizes = ((train, max_train), (test, max_test), (outside, max_test))
-    return [
-        rows
-        if most is None or len(rows) <= most
-        else _stratified(rows, raw, rng)[:most]
-        for rows, most in sizes
-    ]
+    subsets = []
+    for rows, most in ((train, max_train), (test, max_test), (outside, max_test)):
+        few = most is None or len(rows) <= most
+        subsets.append(rows if few else _stratified(rows, raw, rng)[:most])
+    return subsets
 
 
 def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:
@@ -387,21 +372,23 @@ def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndar
     position = np.zeros(len(rows))
     for label in range(len(raw.class_names)):
         of_class = raw.y[rows] == label
-        position[of_class] = (np.arange(of_class.sum()) + 0.5) / max(1, of_class.sum())
+        count = of_class.sum()
+        position[of_class] = (np.arange(count) + 0.5) / max(1, count)
     # stable: ties between classes keep their random order
     return rows[np.argsort(position, kind="stable")]
 
 
 def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
-    floats = [values for values in (raw.x, raw.y) if values.dtype.kind == "f"]
-    if not all((np.abs(values) <= np.finfo(np.float32).max).all() for values in floats):
-        raise ValueError(
-            f"{name} holds values that are NaN, infinite, or too large for single "
-            "precision"
-        )
-    missing = [
-        label for k, label in enumerate(raw.class_names) if k not in raw.y[train]
-    ]
+    for values in (raw.x, raw.y):
+        if values.dtype.kind != "f":
+            continue
+        if not (np.abs(values) <= np.finfo(np.float32).max).all():
+            raise ValueError(
+                f"{name} holds values that are NaN, infinite, or too large for single "
+                "precision"
+            )
+    lacks = ~np.isin(np.arange(len(raw.class_names)), raw.y[train])
+    missing = [*compress(raw.class_names, lacks)]
     if missing or len(train) < 2:
         raise ValueError(
             f"{name} has too few rows: the {len(train)} training rows lack the classes "
@@ -429,9 +416,9 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def shorten(names: Sequence[str], most: int = 12) -> str:
     """Join names by commas, with an ellipsis for those beyond ``most``."""
-    return ", ".join(
-        names if len(names) <= most else [*names[: most - 1], f"... {names[-1]}"]
-    )
+    if len(names) > most:
+        names = [*names[: most - 1], f"... {names[-1]}"]
+    return ", ".join(names)
 
 
 # readers: scikit-learn, torchvision, folders of images, CSV files, UCI folders --------

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,29 +165,24 @@ def loss_barrier(
     second = to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
+    is_module = isinstance(log_likelihood, nn.Module)
+    scores: dict[str, Callable[[Weights, int], tuple[Tensor, ...]]] = {}
     if model is not None:
         named = _data_by_name(model, data, first, second)
         _warn_of_statistics(model.net, first, second)
-        scores = {
-            name: functools.partial(_of_model, model, name, pair)
-            for name, pair in named.items()
-        }
-    elif (
-        isinstance(log_likelihood, nn.Module)
-        or not callable(log_likelihood)
-        or data is not None
-    ):
+        for name, pair in named.items():
+            scores[name] = functools.partial(_of_model, model, name, pair)
+    elif is_module or not callable(log_likelihood) or data is not None:
         raise TypeError(
             f"log_likelihood is {described(log_likelihood)}; it must be a "
             "BayesianModel, or, without data, a function "
             "of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
         )
     else:
-        scores = {"loss": functools.partial(_of_function, log_likelihood)}
+        scores["loss"] = functools.partial(_of_function, log_likelihood)
     values = list(first.loc.values())
-    random = any(
-        bool(scale.any()) for end in (first, second) for scale in end.scale.values()
-    )
+    scales = [*first.scale.values(), *second.scale.values()]
+    random = any(bool(scale.any()) for scale in scales)
     if not random:
         num_samples = 1
     size = max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
@@ -203,29 +198,24 @@ def loss_barrier(
             weights = draw(point, count, generator)
             for name, score in scores.items():
                 density, *mean = score(weights, count)
-                log_sum, *mean_sum = sums.get(
-                    name, (density - math.inf, *(0 * value for value in mean))
-                )
-                added = (
-                    total + addend for total, addend in zip(mean_sum, mean, strict=True)
-                )
-                sums[name] = [torch.logaddexp(log_sum, density), *added]
+                if name in sums:
+                    log_sum, *mean_sum = sums[name]
+                    density = torch.logaddexp(log_sum, density)
+                    mean = [*map(torch.add, mean_sum, mean)]
+                sums[name] = [density, *mean]
         for name, (density, *mean) in sums.items():
             if density.isnan().any():
                 raise ValueError(
                     f"the log-likelihood of {name!r} is NaN at t = {position:g}, where "
                     "weights give no numbers"
                 )
-            curve.losses.setdefault(name, torch.zeros_like(t))[k] = (
-                math.log(num_samples) - density.mean()
-            )
+            loss = math.log(num_samples) - density.mean()
+            curve.losses.setdefault(name, torch.zeros_like(t))[k] = loss
             if model is not None:
-                kind, error = _error(
-                    mean[0] / num_samples, model.likelihood.targets(named[name][1])
-                )
-                curve.metrics.setdefault(
-                    kind if name == "loss" else f"{name} {kind}", torch.zeros_like(t)
-                )[k] = error
+                targets = model.likelihood.targets(named[name][1])
+                kind, error = _error(mean[0] / num_samples, targets)
+                metric = kind if name == "loss" else f"{name} {kind}"
+                curve.metrics.setdefault(metric, torch.zeros_like(t))[k] = error
     return curve
 
 
@@ -243,11 +233,7 @@ def _data_by_name(
     """
     if data is None:
         raise ValueError("a model needs data: (x, y), or a name for each pair")
-    if lacking := [
-        site
-        for site in model.site_shapes
-        if site not in first.loc or site not in second.loc
-    ]:
+    if lacking := _lacking(model.site_shapes, first, second):
         raise ValueError(
             f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain "
             "networks take a likelihood "
@@ -302,14 +288,13 @@ def _of_model(
     """
     x = pair[0]
     targets = model.likelihood.targets(pair[1])
-    latents = pick(
-        weights, set(model.site_shapes) - set(dict(model.net.named_parameters()))
-    )
+    parameters = dict(model.net.named_parameters())
+    latents = pick(weights, set(model.site_shapes) - parameters.keys())
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
-    by_rows = []
-    for part in torch.arange(len(x), device=x.device).split(
-        max(1, CHUNK_NUMBERS // max(1, count * widest))
-    ):
+    rows = max(1, CHUNK_NUMBERS // max(1, count * widest))
+    densities = []
+    means = []
+    for part in torch.arange(len(x), device=x.device).split(rows):
         outputs = model.outputs(weights, x[part])
         distribution = model.likelihood.distribution(outputs, latents)
         expected = (len(part), *distribution.batch_shape[2:], *distribution.event_shape)
@@ -321,41 +306,37 @@ def _of_model(
                 f"{(len(targets), *expected[1:])}"
             )
         require_targets(model.likelihood, distribution, targets[part])
-        log_prob = (
-            distribution.log_prob(targets[part])
-            .reshape(count, len(part), -1)
-            .sum(-1)
-            .double()
-        )
-        by_rows.append(
-            (
-                torch.logsumexp(log_prob, 0),
-                model.likelihood.mean(outputs).double().sum(0),
-            )
-        )
-    return tuple(torch.cat(column) for column in zip(*by_rows, strict=True))
+        log_prob = distribution.log_prob(targets[part])
+        log_prob = log_prob.reshape(count, len(part), -1).sum(-1)
+        densities.append(torch.logsumexp(log_prob.double(), 0))
+        means.append(model.likelihood.mean(outputs).double().sum(0))
+    return torch.cat(densities), torch.cat(means)
 
 
 def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
     if prediction.dim() == targets.dim() + 1 and prediction.shape[-1] > 1:
-        return "error", (prediction.argmax(-1) != targets).double().mean()
-    return "RMSE", (
-        prediction.reshape(targets.shape) - targets.double()
-    ).square().mean().sqrt()
+        wrong = prediction.argmax(-1) != targets
+        return "error", wrong.double().mean()
+    residuals = prediction.reshape(targets.shape) - targets.double()
+    return "RMSE", residuals.square().mean().sqrt()
+
+
+def _lacking(
+    sites: Iterable[str], first: GaussianWeights, second: GaussianWeights
+) -> list[str]:
+    """Return the sites that the ends don't both have."""
+    common = first.loc.keys() & second.loc.keys()
+    return [site for site in sites if site not in common]
 
 
 def _warn_of_statistics(
     net: nn.Module, first: GaussianWeights, second: GaussianWeights
 ) -> None:
-    norms = [
-        name
-        for name, m in net.named_modules()
-        if isinstance(m, _BatchNorm) and m.running_mean is not None
-    ]
-    held = [f"{name}.running_mean".lstrip(".") for name in norms]
-    if borrowed := [
-        name for name in held if name not in first.loc or name not in second.loc
-    ]:
+    statistics = []
+    for name, module in net.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            statistics.append(f"{name}.running_mean".lstrip("."))
+    if borrowed := _lacking(statistics, first, second):
         warnings.warn(
             "the ends hold no running statistics for batch normalisation "
             f"({borrowed[0]!r} ...), so both are evaluated "

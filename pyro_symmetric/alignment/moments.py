@@ -45,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ from pyro_symmetric.arguments import Shape, described
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import (
@@ -66,11 +68,15 @@ from pyro_symmetric.weights import (
     Tensors,
     Weights,
     batch_shape,
+    drop_names,
     first_value,
     keep_names,
     map_values,
+    pick,
     require_finite,
     select_rows,
+    shapes_of,
+    stacked,
 )
 
 Moments = dict[str, Tensor]
@@ -151,11 +157,9 @@ class GaussianWeights:
         """Return the map from the unconstrained to the constrained value of a site;
         ``None`` for the identity.
         """
-        return (
-            biject_to(of_entries(self.supports[site]))
-            if site in self.supports
-            else None
-        )
+        if site not in self.supports:
+            return None
+        return biject_to(of_entries(self.supports[site]))
 
     def shape_of(self, site: str, shape: torch.Size) -> torch.Size:
         """Return the shape of the moments of a site whose values have this shape."""
@@ -205,9 +209,8 @@ def on_host(
     device = next(
         (value.device for value in gaussian.loc.values()), torch.device("cpu")
     )
-    loc, scale = (
-        map_values(Tensor.cpu, part) for part in (gaussian.loc, gaussian.scale)
-    )
+    loc = map_values(Tensor.cpu, gaussian.loc)
+    scale = map_values(Tensor.cpu, gaussian.scale)
     return GaussianWeights(loc, scale, gaussian.supports), device
 
 
@@ -215,18 +218,14 @@ def plain(weights: Any) -> Any:
     """Return the parameters and running statistics of a network; all else (a guide,
     say) unchanged.
     """
-    if (
-        not isinstance(weights, nn.Module)
-        or isinstance(weights, AutoGuide)
-        or hasattr(weights, "prototype_trace")
-    ):
+    is_guide = isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace")
+    if not isinstance(weights, nn.Module) or is_guide:
         return weights
-    buffers = {
-        name: value
-        for name, value in weights.named_buffers()
-        if value.is_floating_point()
-    }
-    return {**dict(weights.named_parameters()), **buffers}
+    tensors: Weights = dict(weights.named_parameters())
+    for name, value in weights.named_buffers():
+        if value.is_floating_point():
+            tensors[name] = value
+    return tensors
 
 
 def _read(weights: Any, name: str) -> GaussianWeights:
@@ -244,9 +243,10 @@ def _read(weights: Any, name: str) -> GaussianWeights:
         loc = map_values(Tensor.detach, weights)
         return GaussianWeights(loc, map_values(torch.zeros_like, loc))
     by_site = hasattr(weights, "_get_loc_and_scale")
-    if not by_site and not (
-        hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")
-    ):
+    in_one_vector = hasattr(weights, "_unpack_latent") and hasattr(
+        weights, "_loc_scale"
+    )
+    if not by_site and not in_one_vector:
         raise TypeError(
             f"{name} is {described(weights)}, which has no Gaussian moments that can "
             "be read. Pass GaussianWeights, "
@@ -259,26 +259,22 @@ def _read(weights: Any, name: str) -> GaussianWeights:
             f"this {type(weights).__name__} has no parameters yet; call "
             "guide.setup(...) or run one SVI step first"
         )
-    sites = {
-        site: node["fn"].support
-        for site, node in weights.prototype_trace.iter_stochastic_nodes()
-    }
-    if by_site:
-        moments = {site: weights._get_loc_and_scale(site) for site in sites}
-    else:  # a flat vector, in the order of the guide's own layout
-        sides = [
-            {s["name"]: value for s, value in weights._unpack_latent(flat)}
-            for flat in weights._loc_scale()
-        ]
-        moments = {site: (sides[0][site], sides[1][site]) for site in sites}
-    # Cloned, as later training steps change the guide's parameters in place.
-    loc = map_values(lambda pair: pair[0].detach().clone(), moments)
-    scale = map_values(lambda pair: pair[1].detach().clone(), moments)
-    return GaussianWeights(
-        loc,
-        scale,
-        {site: support for site, support in sites.items() if not is_real(support)},
-    )
+    moments = {}
+    if not by_site:  # a flat vector, in the order of the guide's own layout
+        locs, scales = map(weights._unpack_latent, weights._loc_scale())
+        for (entry, mean), (_, deviation) in zip(locs, scales, strict=True):
+            moments[entry["name"]] = mean, deviation
+    loc = Weights()
+    scale = Weights()
+    supports = {}
+    for site, node in weights.prototype_trace.iter_stochastic_nodes():
+        mean, deviation = weights._get_loc_and_scale(site) if by_site else moments[site]
+        # Cloned, as later training steps change the guide's parameters in place.
+        loc[site] = mean.detach().clone()
+        scale[site] = deviation.detach().clone()
+        if not is_real(node["fn"].support):
+            supports[site] = node["fn"].support
+    return GaussianWeights(loc, scale, supports)
 
 
 # barycentres --------------------------------------------------------------------------
@@ -292,39 +288,28 @@ def barycentre_gaussians(
     """
 
     def mean(values: Sequence[Weights]) -> Weights:
-        return {
-            site: torch.stack(
-                [
-                    s * value[site].to(example.device)
-                    for s, value in zip(shares, values, strict=True)
-                ]
-            ).sum(0)
-            for site, example in values[0].items()
-        }
+        result = Weights()
+        for site, example in values[0].items():
+            terms = []
+            for share, value in zip(shares, values, strict=True):
+                terms.append(share * value[site].to(example.device))
+            result[site] = torch.stack(terms).sum(0)
+        return result
 
-    return GaussianWeights(
-        mean([g.loc for g in gaussians]),
-        mean([g.scale for g in gaussians]),
-        gaussians[0].supports,
-    )
+    loc = mean([gaussian.loc for gaussian in gaussians])
+    scale = mean([gaussian.scale for gaussian in gaussians])
+    return GaussianWeights(loc, scale, gaussians[0].supports)
 
 
 def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
     """Raise ``ValueError`` unless both ends of a path are finite and have the same
     sites, shapes and supports.
     """
-    shapes = [
-        map_values(lambda value: tuple(value.shape), end.loc) for end in (first, second)
-    ]
-    if shapes[0] != shapes[1]:
-        odd = sorted(
-            s
-            for s in shapes[0].keys() | shapes[1]
-            if shapes[0].get(s) != shapes[1].get(s)
-        )
+    shapes = shapes_of(first.loc).items()
+    if differing := {site for site, _ in shapes ^ shapes_of(second.loc).items()}:
         raise ValueError(
             "both ends must have the same sites, of the same shapes; they differ in "
-            f"{odd}"
+            f"{sorted(differing)}"
         )
     if differing := set(first.supports) ^ set(second.supports):
         raise ValueError(
@@ -365,19 +350,16 @@ class Cost:
 
     def total(self, reference: Tensors, moved: Tensors) -> Tensor:
         """Return the cost of each source over all sites, float64 ``(B,)``."""
+        if not moved:
+            return torch.zeros(1, dtype=torch.float64, device="cpu")
         parts = [self.of_site(reference[site], value) for site, value in moved.items()]
-        return (
-            torch.stack(parts).sum(0)
-            if parts
-            else torch.zeros(1, dtype=torch.float64, device="cpu")
-        )
+        return torch.stack(parts).sum(0)
 
     def of_site(self, reference: Tensor, moved: Tensor) -> Tensor:
         """Return the cost of one site, float64 ``(B,)``."""
         distance = self.distance(reference, moved)
-        return distance.reshape(-1, moved.shape[1], moved[0, 0].numel()).sum(
-            (0, 2), dtype=torch.float64
-        )
+        distance = distance.reshape(-1, moved.shape[1], moved[0, 0].numel())
+        return distance.sum((0, 2), dtype=torch.float64)
 
 
 def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
@@ -391,25 +373,25 @@ def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
 def _fitted(features: Tensor) -> Tensor:
     loc, square = features
     variance = square - loc**2
-    return torch.stack(
-        [loc, torch.where(variance > LEAST_SPREAD**2 * square, variance, 1.0).sqrt()]
-    )
+    varies = variance > LEAST_SPREAD**2 * square
+    return torch.stack([loc, torch.where(varies, variance, 1.0).sqrt()])
+
+
+def _natural(moments: Tensor) -> Tensor:
+    loc, scale = moments
+    return torch.stack([loc / scale**2, -0.5 / scale**2])
+
+
+def _raw(moments: Tensor) -> Tensor:
+    loc = moments[0]
+    variance = moments[1:].square().sum(0)
+    return torch.stack([loc, loc**2 + variance])
 
 
 COSTS = {
     "wasserstein": Cost(),
     "l2": Cost(deviations=False),
-    "gaussian": Cost(
-        _divergence,
-        lambda moments: torch.stack(
-            [moments[0] / moments[1] ** 2, -0.5 / moments[1] ** 2]
-        ),
-        lambda moments: torch.stack(
-            [moments[0], moments[0] ** 2 + moments[1:].square().sum(0)]
-        ),
-        _fitted,
-        squared=False,
-    ),
+    "gaussian": Cost(_divergence, _natural, _raw, _fitted, squared=False),
 }
 CORRELATION = Cost(lambda reference, moved: -reference * moved, squared=False)
 
@@ -441,15 +423,14 @@ def require_rotatable(gaussians: Iterable[GaussianWeights], group: Group) -> Non
     """
     if not group.names("rotate"):
         return
-    for site, value in (
-        pair for gaussian in gaussians for pair in gaussian.scale.items()
-    ):
-        if site in group.sites and value.any():
-            raise ValueError(
-                f"{site!r} has deviations, which can't be rotated weight by weight; "
-                "align means alone, or draws, or by the symmetry's .finite part, which "
-                "holds permutations and signs"
-            )
+    for gaussian in gaussians:
+        for site, value in gaussian.scale.items():
+            if site in group.sites and value.any():
+                raise ValueError(
+                    f"{site!r} has deviations, which can't be rotated weight by "
+                    "weight; align means alone, or draws, or by the symmetry's .finite "
+                    "part, which holds permutations and signs"
+                )
 
 
 def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.Size:
@@ -479,12 +460,10 @@ def compared_sites(gaussians: Mapping[str, GaussianWeights], group: Group) -> li
     :raises ValueError: naming the site that some lack, or whose values don't suit the
         group or one another.
     """
-    required = set(group.required_sites)
-    sites = [
-        s
-        for s in _comparable(group)
-        if s in required or any(s in gaussian.loc for gaussian in gaussians.values())
-    ]
+    known = set(group.required_sites)
+    for gaussian in gaussians.values():
+        known.update(gaussian.loc)
+    sites = [site for site in _comparable(group) if site in known]
     for site in sites:
         for name, weights in gaussians.items():
             if site not in weights.loc:
@@ -494,33 +473,20 @@ def compared_sites(gaussians: Mapping[str, GaussianWeights], group: Group) -> li
                 )
             require_finite({site: weights.loc[site]}, name)
             require_finite({site: weights.scale[site]}, f"scale of {name}")
-            members = [
-                (neighbour, axis)
-                for by_dim in group.members(site).values()
-                for neighbour, axis in by_dim
-            ]
+            members = [*chain.from_iterable(group.members(site).values())]
             rescaled = any(axis.exponent for _, axis in members)
             bijection = weights.bijection(site)
-            if (
-                bijection is not None
-                and members
-                and (rescaled or bijection.domain.event_dim)
-            ):
+            if bijection is None or not members:
+                continue
+            if rescaled or bijection.domain.event_dim:
                 raise ValueError(
                     f"the group moves site {site!r} of {name}, whose support "
                     f"{weights.supports[site]} isn't mapped to "
                     "unconstrained values as the group moves it: linearly if it is "
                     "rescaled, else element by element"
                 )
-        if (
-            len(
-                kinds := {
-                    site in weights.supports: name
-                    for name, weights in gaussians.items()
-                }
-            )
-            > 1
-        ):
+        kinds = {site in part.supports: name for name, part in gaussians.items()}
+        if len(kinds) > 1:
             raise ValueError(
                 f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but "
                 f"{kinds[False]}[{site!r}] isn't: "
@@ -553,22 +519,20 @@ def members_of(sources: Any, group: Group) -> Members:
                 "sources is an empty list; it must hold at least one set of weights, "
                 "network or guide"
             )
-        moments = {
-            f"sources[{k}]": on_host(member, f"sources[{k}]")
-            for k, member in enumerate(members)
-        }
-        for name, (weights, _) in moments.items():
+        moments = dict[str, GaussianWeights]()
+        devices = []
+        for k, member in enumerate(members):
+            name = f"sources[{k}]"
+            moments[name], device = on_host(member, name)
+            devices.append(device)
+        for name, weights in moments.items():
             if batch_shape_of(weights, group, name):
                 raise ValueError(
                     f"{name} has batch dimensions; a list holds one set of weights in "
                     "each place"
                 )
             require_buffers(weights.loc, group.buffers, name)
-        return Members(
-            {name: weights for name, (weights, _) in moments.items()},
-            moments["sources[0]"][1],
-            (len(moments),),
-        )
+        return Members(moments, devices[0], (len(moments),))
     shape = None
     samples = sources
     if isinstance(sources, Posterior):
@@ -576,11 +540,8 @@ def members_of(sources: Any, group: Group) -> Members:
         samples = sources.get_samples()
     # without the counters and labels that the group doesn't know
     if isinstance(samples, Mapping):
-        samples = {
-            s: v
-            for s, v in samples.items()
-            if v.is_floating_point() or s in group.site_shapes
-        }
+        integers = [s for s, value in samples.items() if not value.is_floating_point()]
+        samples = drop_names(samples, set(integers).difference(group.site_shapes))
     gaussian, device = on_host(samples, "sources")
     batch = tuple(batch_shape_of(gaussian, group, "sources"))
     if len(batch) != 1:
@@ -600,9 +561,10 @@ def moments_of(
 
     The dtype is the widest of all, at least float32, as inner products need.
     """
-    varies = cost.deviations and any(
-        bool(weights.scale[site].any()) for weights in gaussians for site in sites
-    )
+    varies = False
+    for weights in gaussians:
+        scales = pick(weights.scale, sites).values()
+        varies = varies or (cost.deviations and any(scale.any() for scale in scales))
     result: list[Moments] = [{} for _ in gaussians]
     for site in sites:
         dtype = torch.float32
@@ -610,10 +572,10 @@ def moments_of(
             dtype = torch.promote_types(dtype, weights.loc[site].dtype)
         for moments, weights in zip(result, gaussians, strict=True):
             shape = weights.shape_of(site, group.site_shapes[site])
-            channels = (weights.loc[site], weights.scale[site])[: 1 + varies]
-            moments[site] = torch.stack(
-                [value.to(dtype).reshape(-1, *shape) for value in channels]
-            )
+            channels = [weights.loc[site].to(dtype).reshape(-1, *shape)]
+            if varies:
+                channels.append(weights.scale[site].to(dtype).reshape(-1, *shape))
+            moments[site] = torch.stack(channels)
     return result
 
 
@@ -656,34 +618,25 @@ def shown_by(
     net, *inputs = activations
     arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
     of_reference = _layer_inputs(net, inputs, reference, group)
-    count = len(first_value(sources))
-    of_sources = [
-        _layer_inputs(net, inputs, select_rows(sources, k), group) for k in range(count)
-    ]
-    shown = _on_inputs(
-        group.finite, map_values(lambda value: value.shape, of_reference)
-    )
+    of_sources = []
+    for k in range(len(first_value(sources))):
+        weights = select_rows(sources, k)
+        of_sources.append(_layer_inputs(net, inputs, weights, group))
+    shown = _on_inputs(group.finite, shapes_of(of_reference))
     if not shown.units:
         raise ValueError(
             "no layer of the network reads any of the units "
             f"{list(group.names('permute'))} whole"
         )
     remaining = group.finite.without(shown.names("permute"), "permute")
-    remaining = remaining.without(
-        [name for name in shown.names("flip") if name in remaining.names("flip")],
-        "flip",
-    )
-    blocks = {
-        site: min(len(axis.index) for _, axis in shown.members(site)[0])
-        for site in shown.sites
-    }
-    features = {
-        site: of_reference[site][None, None] / number for site, number in blocks.items()
-    }
-    source = {
-        site: torch.stack([of_source[site] for of_source in of_sources])[None]
-        for site in blocks
-    }
+    determined = set(shown.names("flip")).intersection(remaining.names("flip"))
+    remaining = remaining.without(sorted(determined), "flip")
+    features = Weights()
+    source = stacked([pick(of_source, shown.sites) for of_source in of_sources])
+    for site in shown.sites:
+        blocks = min(len(axis.index) for _, axis in shown.members(site)[0])
+        features[site] = of_reference[site][None, None] / blocks
+    source = map_values(lambda value: value[None], source)
     return Shown(shown, remaining, features, source)
 
 
@@ -697,14 +650,8 @@ def _layer_inputs(
     net = with_weights(net, keep_names(weights, tensors)).eval()
     recorded: dict[str, list[Tensor]] = {}
     for name, module in net.named_modules():
-        site = next(
-            (
-                f"{name}.{weight}".lstrip(".")
-                for kind, weight in LAYERS
-                if isinstance(module, kind)
-            ),
-            "",
-        )
+        weights_read = [weight for kind, weight in LAYERS if isinstance(module, kind)]
+        site = f"{name}.{weights_read[0]}".lstrip(".") if weights_read else ""
         if site in group.site_shapes and not getattr(module, "transposed", False):
             axis = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
             calls = recorded.setdefault(site, [])
@@ -715,10 +662,9 @@ def _layer_inputs(
                 calls: list[Tensor] = calls,
                 axis: int = axis,
             ) -> None:
-                calls += [
-                    value.detach().movedim(axis, 0).flatten(1).double()
-                    for value in args[:1]
-                ]
+                for value in args[:1]:
+                    lines = value.detach().movedim(axis, 0).flatten(1)
+                    calls.append(lines.double())
 
             module.register_forward_pre_hook(record)
     net(*inputs)
@@ -728,9 +674,8 @@ def _layer_inputs(
             value = torch.cat(calls, 1)
             value = value - value.mean(1, keepdim=True)
             norm = value.norm(dim=1, keepdim=True)
-            result[site] = torch.where(
-                norm > 0, value / norm.clamp_min(1e-300), 0.0
-            ).cpu()
+            unit = value / norm.clamp_min(1e-300)
+            result[site] = torch.where(norm > 0, unit, 0.0).cpu()
     return result
 
 
@@ -740,24 +685,18 @@ def _on_inputs(group: Group, shapes: Shapes) -> Group:
     """
     units = []
     parents = set()
+    sites = set[str]()
     for unit_set in reversed(group.units.values()):
-        axes = tuple(
-            replace(a, dim=0)
-            for a in unit_set.axes
-            if a.site in shapes and (a.dim, a.span) == (1, 1)
-        )
-        moves = unit_set.moves & (
-            {"permute", "flip"}
-            if any(axis.exponent % 2 for axis in axes)
-            else {"permute"}
-        )
+        axes = []
+        moves = set[Move]()
+        for axis in unit_set.axes:
+            if axis.site in shapes and (axis.dim, axis.span) == (1, 1):
+                axes.append(replace(axis, dim=0))
+                moves |= {"permute", "flip"} if axis.exponent % 2 else {"permute"}
+        moves &= unit_set.moves
         if (axes and moves) or unit_set.name in parents:
             parents.add(unit_set.parent)
-            units.append(
-                replace(unit_set, axes=axes, moves=moves if axes else frozenset())
-            )
-    sites = {axis.site for unit_set in units for axis in unit_set.axes}
-    return Group(
-        reversed(units),
-        keep_names(shapes, sites),
-    )
+            sites.update(axis.site for axis in axes)
+            acting = frozenset(moves)
+            units.append(replace(unit_set, axes=tuple(axes), moves=acting))
+    return Group(reversed(units), keep_names(shapes, sites))

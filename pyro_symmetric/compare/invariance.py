@@ -28,6 +28,7 @@ odd ones.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
-from pyro_symmetric.weights import first_value, pick
+from pyro_symmetric.weights import first_value, map_values, pick
 
 # Kolmogorov-Smirnov tests of a set of units; of more, a fixed pseudo-random subset is
 # made
@@ -92,24 +93,20 @@ def invariance_tests(
     group = required_symmetry(symmetry, weights).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
-    unit_axes = {
-        name: axes
-        for name, size in group.factors.items()
-        if size > 1 and (axes := _unit_axes(group, name))
-    }
+    unit_axes = {}
+    for name, size in group.factors.items():
+        axes = _unit_axes(group, name)
+        if size > 1 and axes:
+            unit_axes[name] = axes
     if not unit_axes:
         draws = len(first_value(samples))
         verdict = "nothing to test: the group permutes no two units"
         return SignificanceTest("Invariance", (draws,), 1.0, level, verdict, {})
+    sites = group.required_sites
     if isinstance(weights, Posterior) and thin:
-        posterior = Posterior(
-            pick(weights.samples, group.required_sites),
-            kind=weights.kind,
-        )
+        posterior = Posterior(pick(weights.samples, sites), kind=weights.kind)
     else:
-        posterior = Posterior.from_samples(
-            pick(samples, group.required_sites), kind="independent"
-        )
+        posterior = Posterior.from_samples(pick(samples, sites), kind="independent")
     draws_tested = thinned(posterior).get_samples()
     draws = len(draws_tested[group.required_sites[0]])
     parts = Parts()
@@ -125,26 +122,18 @@ def invariance_tests(
         units = torch.cat(entries, -1)
         index = _index_test(units)
         marginal, floor = _marginal_tests(units.transpose(1, 2).flatten(2), level)
-        sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
-        parts[name] = {"size": group[name].size, "sites": sites, **index, **marginal}
+        tested = ", ".join(dict.fromkeys(axis.site for axis in axes))
+        parts[name] = {"size": group[name].size, "sites": tested, **index, **marginal}
         floors.append(floor)
         p_values.append([index["index_p_value"], marginal["marginal_p_value"]])
     raw = torch.tensor(p_values, dtype=torch.float64, device="cpu")
     adjusted = holm(raw.flatten()).view_as(raw)
-    for part, (of_index, of_marginal) in zip(
-        parts.values(), adjusted.tolist(), strict=True
-    ):
-        part |= {"index_adjusted": of_index, "marginal_adjusted": of_marginal}
+    for part, p_values_of_part in zip(parts.values(), adjusted.tolist(), strict=True):
+        part["index_adjusted"], part["marginal_adjusted"] = p_values_of_part
     p_value = float(adjusted.min())
     weak = sum(floor * 2 * len(parts) > level for floor in floors)
-    return SignificanceTest(
-        "Invariance",
-        (draws,),
-        p_value,
-        level,
-        _verdict(parts, p_value, level, draws, weak),
-        parts,
-    )
+    verdict = _verdict(parts, p_value, level, draws, weak)
+    return SignificanceTest("Invariance", (draws,), p_value, level, verdict, parts)
 
 
 def p_value_text(p_value: float) -> str:
@@ -155,10 +144,9 @@ def p_value_text(p_value: float) -> str:
 def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) -> str:
     """State the outcome in one line."""
     basis = f"at level {level:g} (p-value {p_value_text(p_value)}, {draws:,} draws)"
-    smallest = {
-        name: min(part["index_adjusted"], part["marginal_adjusted"])
-        for name, part in parts.items()
-    }
+    smallest = map_values(
+        lambda part: min(part["index_adjusted"], part["marginal_adjusted"]), parts
+    )
     if p_value <= level:
         rejected = sum(p <= level for p in smallest.values())
         worst = min(smallest, key=smallest.__getitem__)
@@ -166,32 +154,28 @@ def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) 
             f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most "
             f"clearly {worst!r}"
         )
-    few = (
-        f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of "
-        "units"
-        if weak
-        else ""
-    )
-    return f"no evidence against invariance {basis}{few}"
+    verdict = f"no evidence against invariance {basis}"
+    if weak:
+        verdict += (
+            f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of "
+            "units"
+        )
+    return verdict
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
     """Return the axes, in the group's view, that index the tested weights of units:
     first axes if there are any.
     """
-    pairs = [
-        pair
-        for pair in zip(group[name].axes, group.axes(name), strict=True)
-        if not pair[0].buffer
-    ]
-    sites = [axis.site for _, axis in pairs]
-    single = [
-        (declared, axis) for declared, axis in pairs if sites.count(axis.site) == 1
-    ]
-    first = [
-        axis for declared, axis in single if declared.dim == 0 and declared.span == 1
-    ]
-    return first or [axis for _, axis in single]
+    sites = Counter(axis.site for axis in group.axes(name) if not axis.buffer)
+    single = []
+    first = []
+    for declared, axis in zip(group[name].axes, group.axes(name), strict=True):
+        if not axis.buffer and sites[axis.site] == 1:
+            single.append(axis)
+            if declared.dim == 0 and declared.span == 1:
+                first.append(axis)
+    return first or single
 
 
 def _index_test(units: Tensor) -> Json:
@@ -205,20 +189,18 @@ def _index_test(units: Tensor) -> Json:
     # Ties, as of weights that are exactly 0, are broken at random: the index stays
     # uniform under invariance.
     tied = bool((winners.sum(-1) > 1).any())
-    index = (
-        winners * torch.rand(winners.shape, device=winners.device).add_(1)
-        if tied
-        else winners.long()
-    ).argmax(-1)
+    keys = winners.long()
+    if tied:
+        keys = winners * torch.rand(winners.shape, device=winners.device).add_(1)
+    index = keys.argmax(-1)
     copies, n = largest.shape[1:]
-    counts = torch.bincount(
-        (index + n * torch.arange(copies, device=index.device)).flatten(),
-        minlength=copies * n,
-    )
+    numbers = index + n * torch.arange(copies, device=index.device)
+    counts = torch.bincount(numbers.flatten(), minlength=copies * n)
     counts = counts.reshape(copies, n).cpu()
+    p_values = chi_square_uniform(counts)
     return {
         "index_counts": counts.numpy(),
-        "index_p_value": min(1.0, copies * float(chi_square_uniform(counts).min())),
+        "index_p_value": min(1.0, copies * float(p_values.min())),
     }
 
 
@@ -241,15 +223,14 @@ def _marginal_tests(units: Tensor, level: float) -> tuple[Json, float]:
         first = first[subset]
         second = second[subset]
     half = draws // 2
-    samples = units[..., chosen.to(units.device)]
-    even, odd = (
-        samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half)
-        for start in (0, 1)
-    )
+    samples = units[: 2 * half, ..., chosen.to(units.device)].permute(2, 1, 0)
+    even = samples[..., ::2].reshape(-1, half)
+    odd = samples[..., 1::2].reshape(-1, half)
     # row of (position, unit) in the flattened samples
     offset = n * torch.arange(tested, device="cpu")[:, None]
-    pairs = [(offset + side).reshape(-1).to(units.device) for side in (first, second)]
-    p_values, floor = kolmogorov_smirnov(even, odd, *pairs)
+    first = (offset + first).reshape(-1).to(units.device)
+    second = (offset + second).reshape(-1).to(units.device)
+    p_values, floor = kolmogorov_smirnov(even, odd, first, second)
     tests = p_values.numel()
     results = {
         "marginal_tests": tests,
@@ -274,16 +255,14 @@ def chi_square_uniform(counts: Tensor) -> Tensor:
     """
     from scipy.stats import chisquare  # takes a quarter of a second to import
 
-    statistic, upper = map(
-        np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1)
-    )
+    result = chisquare(counts.double().cpu().numpy(), axis=-1)
+    statistic, upper = map(np.asarray, result)
     n = counts.shape[-1]
     draws = int(counts.sum(-1).max())
     if draws >= 5 * n:
         return torch.from_numpy(upper)
-    simulated = np.random.default_rng(drawn_seed()).multinomial(
-        draws, np.full(n, 1 / n), size=SIMULATIONS
-    )
+    rng = np.random.default_rng(drawn_seed())
+    simulated = rng.multinomial(draws, np.full(n, 1 / n), size=SIMULATIONS)
     drawn = np.sort(chisquare(simulated, axis=1).statistic)
     reached = SIMULATIONS - np.searchsorted(drawn, statistic * (1 - 1e-12))
     return torch.from_numpy(np.asarray((reached + 1) / (SIMULATIONS + 1)))
@@ -314,14 +293,10 @@ def kolmogorov_smirnov(
         part = slice(start, start + size)
         a = first[part]
         second_sample = y[second[part]]
-        values = x[first[part]]
-        above = (upto[a] - torch.searchsorted(second_sample, values, right=True)).amax(
-            -1
-        )
-        below = (
-            torch.searchsorted(second_sample, values, right=False) - before[a]
-        ).amax(-1)
-        steps[part] = torch.maximum(above, below)
+        values = x[a]
+        above = upto[a] - torch.searchsorted(second_sample, values, right=True)
+        below = torch.searchsorted(second_sample, values, right=False) - before[a]
+        steps[part] = torch.maximum(above.amax(-1), below.amax(-1))
     table = _exact_table(h).to(x.device)
     return table[steps], float(table[-1])
 
@@ -338,9 +313,8 @@ def _exact_table(h: int) -> Tensor:
     # terms beyond kd = 9 sqrt(h) are below 1e-35
     for k in range(1, min(h, math.ceil(9 * math.sqrt(h))) + 1):
         shift = k * shifts[: h // k]
-        ratio = (
-            2 * top - torch.lgamma(h - shift + 1) - torch.lgamma(h + shift + 1)
-        ).exp()
+        log_ratio = 2 * top - torch.lgamma(h - shift + 1) - torch.lgamma(h + shift + 1)
+        ratio = log_ratio.exp()
         total[: h // k] += ratio if k % 2 else -ratio
     return torch.cat([total.new_ones(1), (2 * total).clamp(0, 1)])
 

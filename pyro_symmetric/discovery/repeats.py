@@ -48,7 +48,6 @@ from pyro_symmetric.discovery.reads import arguments_of
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
-from pyro_symmetric.weights import map_values
 
 Calls = Sequence[fx.Node]  # operators in the order of the graph
 
@@ -75,9 +74,10 @@ class Repeats(NamedTuple):
         """Return a key for each axis: equal for axes in the same place of other blocks,
         and for no others.
         """
-        return [
-            (self.stand_in.get(axis.site, axis.site), *_along(axis)) for axis in axes
-        ]
+        keys = []
+        for axis in axes:
+            keys.append((self.stand_in.get(axis.site, axis.site), *_along(axis)))
+        return keys
 
 
 def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
@@ -87,32 +87,35 @@ def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
         axes in one block, or the same in all blocks of a run; runs between whose blocks
         other sets lie, layers that follow one another, say, stay.
     """
-    targets = {
-        name: str(spec.target) for name, spec in trace.inputs.items() if spec.target
-    }
-    site_of = map_values(lambda target: trace.sites.get(target, target), targets)
-    constants = {
-        name: _digest(trace.constant(target))
-        for name, target in targets.items()
-        if trace.inputs[name].kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-        and target.rpartition(".")[2] not in STATISTICS
-    }
+    site_of = {}
+    constants = {}
+    for name, spec in trace.inputs.items():
+        if not spec.target:
+            continue
+        target = str(spec.target)
+        site_of[name] = trace.sites.get(target, target)
+        constant = spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+        if constant and target.rpartition(".")[2] not in STATISTICS:
+            constants[name] = _digest(trace.constant(target))
     graph = copy.deepcopy(trace.program.graph)
     repeats = Repeats(graph, {}, {})
     while run := _longest_run(graph, site_of, constants, laws, repeats.block):
         number = len(repeats.block)
-        for k, (calls, sites) in enumerate(run):
-            repeats.block.update((site, (number, k)) for site in sites)
-            repeats.stand_in.update(zip(sites, run[0].sites, strict=True) if k else ())
-            for node, second_call in (
-                zip(calls, run[1].calls, strict=True) if k > 1 else ()
-            ):
+        first, second, *copied = run
+        for k, block in enumerate(run):
+            repeats.block.update(dict.fromkeys(block.sites, (number, k)))
+        for block in run[1:]:
+            repeats.stand_in.update(zip(block.sites, first.sites, strict=True))
+        for block in copied:
+            for node, second_call in zip(block.calls, second.calls, strict=True):
                 node.replace_all_uses_with(second_call)
-        for node in reversed([node for block in run[2:] for node in block.calls]):
-            graph.erase_node(node)
-        laws = [
-            [axis for axis in axes if repeats.of(axis.site)[1] < 2] for axes in laws
-        ]
+        for block in reversed(copied):
+            for node in reversed(block.calls):
+                graph.erase_node(node)
+        remaining = []
+        for axes in laws:
+            remaining.append([a for a in axes if repeats.of(a.site)[1] < 2])
+        laws = remaining
     return repeats
 
 
@@ -140,19 +143,22 @@ def copies(
         return []
     vectors = np.array(basis)
     blocks = [repeats.of(axis.site) for axis in two]
-    keys = [(image, k) for image, (_, k) in zip(repeats.keys(two), blocks, strict=True)]
-    column = {key: number for number, key in enumerate(keys)}
-    # the column of its place in the other block
-    counterpart = [column.get((image, 1 - k), column[image, k]) for image, k in keys]
+    images = repeats.keys(two)
+    column = dict[tuple[Any, int], int]()
+    for number, (image, (_, k)) in enumerate(zip(images, blocks, strict=True)):
+        column[image, k] = number
+    counterpart = []  # the column of its place in the other block
+    for image, (_, k) in zip(images, blocks, strict=True):
+        counterpart.append(column.get((image, 1 - k), column[image, k]))
     difference = vectors - vectors[:, counterpart]
     equal = vanishing(vectors, difference, modulo_two)
     in_first = list[Array]()
     runs = list[int]()
     for run in sorted({run for run, _ in blocks} - {-1}):
         elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
-        own = vanishing(vectors, elsewhere, modulo_two)
-        in_first = [*in_first, *own]
-        runs = [*runs, *(run for _ in own)]
+        in_block = vanishing(vectors, elsewhere, modulo_two)
+        in_first += [*in_block]
+        runs += [run] * len(in_block)
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]
@@ -163,9 +169,9 @@ def copies(
         return len(independent(np.array(rows), modulo_two))
 
     candidates = [*in_either, *equal]
-    if rank([*in_either, *pairs]) > len(in_either) or not (
-        rank(candidates) == rank([*vectors, *candidates]) == len(basis)
-    ):
+    if rank([*in_either, *pairs]) > len(in_either):
+        raise UnequalBlocks
+    if not rank(candidates) == rank([*vectors, *candidates]) == len(basis):
         raise UnequalBlocks
     lookup = [column[image, 0] for image in repeats.keys(axes)]
     places = [repeats.of(axis.site) for axis in axes]
@@ -173,9 +179,10 @@ def copies(
     for k in independent(np.array(candidates), modulo_two):
         numbers = candidates[k][lookup]
         if k < len(in_first):
-            for block in sorted({place for place in places if place[0] == runs[k]}):
-                inside = [place == block for place in places]
-                copied.append(np.where(inside, numbers, 0))
+            for run, block in sorted(set(places)):
+                if run == runs[k]:
+                    inside = [place == (run, block) for place in places]
+                    copied.append(np.where(inside, numbers, 0))
         elif k >= len(in_either):  # the second block's are the first one's
             copied.append(numbers)
     return [tuple(map(int, numbers)) for numbers in copied]
@@ -214,7 +221,7 @@ def _longest_run(
     for run in sorted(candidates, key=lambda run: -len(run[0]) * (len(run) - 2)):
         blocks = _blocks(run, site_of)
         sites = [block.sites for block in blocks]
-        if blocks and not any(s in taken for block in blocks for s in block.sites):
+        if blocks and set(taken).isdisjoint(itertools.chain(*sites)):
             if _alone(blocks, graph, site_of, laws) and _obey_alike(sites, laws):
                 return blocks
     return []
@@ -247,25 +254,24 @@ def _equal_stretches(
         seen = ChainMap[fx.Node, Any](near, labels)
         signatures = [_signature(call, seen) for call in calls[start:end]]
         blocks.append((signatures, calls[start:end]))
-    groups = itertools.groupby(blocks, operator.itemgetter(0))
-    stretches = [[block for _, block in equal] for _, equal in groups]
-    return [blocks for blocks in stretches if len(blocks) > 2]
+    stretches = []
+    for _, equal in itertools.groupby(blocks, operator.itemgetter(0)):
+        stretch = [block for _, block in equal]
+        if len(stretch) > 2:
+            stretches.append(stretch)
+    return stretches
 
 
 def _blocks(run: Sequence[Calls], site_of: Mapping[str, str]) -> list[_Block]:
     """Return blocks with the sites that differ between them."""
-    read = (
-        [
-            site_of.get(argument.name, "")
-            for call in calls
-            for argument in arguments_of(call)
-        ]
-        for calls in run
-    )
+    read = []
+    for calls in run:
+        nodes = itertools.chain.from_iterable(map(arguments_of, calls))
+        read.append([site_of.get(node.name, "") for node in nodes])
     columns = dict.fromkeys(zip(*read, strict=True))
     differing = [column for column in columns if len(set(column)) > 1]
     sites = map(list, zip(*differing, strict=True))
-    return [_Block(*block) for block in zip(run, sites, strict=False)]
+    return [*itertools.starmap(_Block, zip(run, sites, strict=False))]
 
 
 def _signature(call: fx.Node, seen: Mapping[fx.Node, Any]) -> str:
@@ -282,9 +288,8 @@ def _digest(value: Tensor) -> bytes:
     """
     if value.layout != torch.strided:
         return str(id(value)).encode()
-    return hashlib.sha256(
-        value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    ).digest()
+    entries = value.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(entries.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _alone(
@@ -299,33 +304,34 @@ def _alone(
     Of the blocks that become one, a single one may have its results read outside: two
     would be equal.
     """
-    inside = {call: block for block in blocks for call in block.calls}
-    owner = {site: block for block in blocks for site in block.sites}
-    obeying = {axis.site for axes in laws for axis in axes}
+    inside = dict[fx.Node, int]()
+    owner = dict[str, int]()
+    for number, block in enumerate(blocks):
+        inside.update(dict.fromkeys(block.calls, number))
+        owner.update(dict.fromkeys(block.sites, number))
+    obeying = {axis.site for axis in itertools.chain.from_iterable(laws)}
     for node in graph.nodes:
         site = site_of.get(node.name, "")
-        readers = [inside.get(user) for user in node.users]
+        readers = set(map(inside.get, node.users))
         if site in obeying or site in owner:
-            if any(reader is not owner.get(site) for reader in readers):
+            if readers - {owner.get(site)}:
                 return False
-    ends = {
-        id(block)
-        for call, block in inside.items()
-        for user in call.users
-        if user.op == "call_function" and user not in inside
-    }
-    return len(ends - {id(blocks[0])}) < 2
+    ends = set[int]()
+    for call, number in inside.items():
+        for user in call.users:
+            if user.op == "call_function" and user not in inside:
+                ends.add(number)
+    return len(ends - {0}) < 2
 
 
 def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) -> bool:
     """Return whether each law has all of its axes in one block, as those of all others,
     or the same in all blocks.
     """
-    place = {
-        site: (k, i)
-        for k, block_sites in enumerate(sites)
-        for i, site in enumerate(block_sites)
-    }
+    place = dict[str, tuple[int, int]]()
+    for k, block_sites in enumerate(sites):
+        for i, site in enumerate(block_sites):
+            place[site] = k, i
     inner: list[set[frozenset[Any]]] = [set() for _ in sites]
     for axes in laws:
         images: list[set[Any]] = [set() for _ in sites]
@@ -343,12 +349,11 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of a node's results."""
-    results = (
-        value
-        for value in tree_leaves(node.meta.get("val"))
-        if isinstance(value, Tensor)
-    )
-    return [(tuple(value.shape), value.dtype) for value in results]
+    forms = []
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, Tensor):
+            forms.append((tuple(value.shape), value.dtype))
+    return forms
 
 
 def _along(axis: Axis) -> tuple[Any, ...]:

@@ -118,67 +118,64 @@ class Group:
         self.of_network = of_network
         self.units = outer_first(units)
         self._runs = dict(runs)
-        for axis in (
-            axis for unit_set in units for axis in unit_set.axes if axis.span != 1
-        ):
-            first, last = self._runs.get(axis.site, (axis.dim, 0))
-            self._runs[axis.site] = (
-                min(first, axis.dim),
-                max(last, axis.dim + axis.span),
-            )
+        self._index_units()
+        self._view_sites()
+        self._index_sites()
+        self._restrictions: dict[frozenset[Move], Group] = {}
+        # of numbers: hashes of names differ between processes
+        self._hash = hash(tuple(self.factors.values()))
+        return self
+
+    def _index_units(self) -> None:
+        """Number all units, and list those of each move."""
+        self.size = 0
+        self.slots = dict[str, slice]()
+        self.factors = dict[str, int]()
+        by_move: dict[Move, list[str]] = {move: [] for move in MOVES}
+        for name, unit_set in self.units.items():
+            start = self.size
+            self.size += unit_set.count
+            self.slots[name] = slice(start, self.size)
+            if unit_set.moves:
+                self.factors[name] = unit_set.size
+            for move in unit_set.moves:
+                by_move[move].append(name)
+        self._by_move = map_values(tuple, by_move)
+        self.moves = frozenset(move for move, names in by_move.items() if names)
+        self.roots = tuple(name for name in self.units if not self.ancestors(name))
+        self.depth = max((len(self.ancestors(name)) for name in self.units), default=0)
+
+    def _view_sites(self) -> None:
+        """Find the axes that are flattened in the view, and shapes there."""
+        for unit_set in self.units.values():
+            for axis in unit_set.axes:
+                if axis.span != 1:
+                    first, last = self._runs.get(axis.site, (axis.dim, 0))
+                    last = max(last, axis.dim + axis.span)
+                    self._runs[axis.site] = min(first, axis.dim), last
         self.view_shapes = dict(self.site_shapes)
         for site, (first, last) in self._runs.items():
             shape = self.site_shapes[site]
-            self.view_shapes[site] = torch.Size(
-                [*shape[:first], math.prod(shape[first:last]), *shape[last:]]
-            )
+            length = math.prod(shape[first:last])
+            self.view_shapes[site] = torch.Size([*shape[:first], length, *shape[last:]])
+
+    def _index_sites(self) -> None:
+        """List the axes of each set of units and, inner units first, of each site."""
         self._axes = map_values(
             lambda unit_set: tuple(map(self._viewed, unit_set.axes)), self.units
         )
         self._members: dict[str, dict[int, Members]] = {}
         for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
             for axis in self._axes[name]:
-                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append(
-                    (name, axis)
-                )
-        ends = [
-            0,
-            *itertools.accumulate(unit_set.count for unit_set in self.units.values()),
-        ]
-        self.slots = {
-            name: slice(*pair)
-            for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)
-        }
-        self.size = ends[-1]
-        self.depth = max((len(self.ancestors(name)) for name in self.units), default=0)
-        self.roots = tuple(
-            name for name, unit_set in self.units.items() if unit_set.parent is None
-        )
-        self._by_move = {
-            move: tuple(
-                n for n, unit_set in self.units.items() if move in unit_set.moves
-            )
-            for move in MOVES
-        }
-        self.factors = {
-            name: unit_set.size
-            for name, unit_set in self.units.items()
-            if unit_set.moves
-        }
-        self.moves = frozenset(move for move in MOVES if self.names(move))
-        self.sites = tuple(site for site in self.site_shapes if site in self._members)
-        self.buffers = tuple(
-            site
-            for site in self.sites
-            if all(axis.buffer for axis in self._along(site))
-        )
-        self.required_sites = tuple(
-            site for site in self.sites if site not in self.buffers
-        )
-        self._kept: dict[frozenset[Move], Group] = {}
-        # of numbers: hashes of names differ between processes
-        self._hash = hash(tuple(self.factors.values()))
-        return self
+                of_site = self._members.setdefault(axis.site, {})
+                of_site.setdefault(axis.dim, []).append((name, axis))
+        self.sites = tuple(filter(self._members.__contains__, self.site_shapes))
+        buffers = []
+        for site in self.sites:
+            if all(axis.buffer for axis in self._along(site)):
+                buffers.append(site)
+        self.buffers = tuple(buffers)
+        self.required_sites = tuple(site for site in self.sites if site not in buffers)
 
     @classmethod
     def declare(
@@ -253,25 +250,20 @@ class Group:
                     f"{sorted(allowed)}; lengths must be equal, and declared units may "
                     "only permute and flip, or rotate"
                 )
-            index = torch.arange(lengths.pop(), device="cpu")[None]
+            length = lengths.pop()
+            index = torch.arange(length, device="cpu")[None]
             signed = bool(allowed & {"flip", "rotate"})
-            along = [
-                Axis(site, dim, index, int(signed and site not in even))
-                for site, dim in where
-            ]
-            if "rotate" in allowed and (fixed := {a.site for a in along} & set(even)):
+            if "rotate" in allowed and (fixed := set(dict(where)).intersection(even)):
                 raise ValueError(
                     f"{name!r} rotates, but even names {sorted(fixed)}: no rotation "
                     "keeps the signs of a site; let the units permute and flip instead"
                 )
-            units.append(
-                Units(
-                    name,
-                    index.shape[1],
-                    tuple(a for a in along if a.touched(allowed)),
-                    moves=allowed,
-                )
-            )
+            touched = []
+            for site, dim in where:
+                axis = Axis(site, dim, index, int(signed and site not in even))
+                if axis.touched(allowed):
+                    touched.append(axis)
+            units.append(Units(name, length, tuple(touched), moves=allowed))
         return cls(units, shapes)
 
     def order(self) -> int:
@@ -282,33 +274,31 @@ class Group:
         :attr:`dimension` counts the rest.
         """
         effective = self.effective
-        permutations = (
-            math.factorial(self[name].size) ** self[name].copies
-            for name in effective.permuted
-        )
-        return math.prod(permutations) * int(2 ** len(effective.flipped))
+        order = int(2 ** len(effective.flipped))
+        for name in effective.permuted:
+            order *= math.factorial(self[name].size) ** self[name].copies
+        return order
 
     def log_order(self) -> float:
         """Return the log of :meth:`order`, the number of equivalent modes of an
         invariant posterior.
         """
         effective = self.effective
-        permutations = sum(
-            self[name].copies * math.lgamma(self[name].size + 1)
-            for name in effective.permuted
-        )
-        return permutations + math.log(2.0) * len(effective.flipped)
+        log_order = 0.0
+        for name in effective.permuted:
+            log_order += self[name].copies * math.lgamma(self[name].size + 1)
+        return log_order + math.log(2.0) * len(effective.flipped)
 
     @property
     def dimension(self) -> int:
         """The number of real numbers on which scales, shifts and rotations depend; the
         dimension of an orbit, unless some of them act alike.
         """
-        return sum(
-            MOVES[move].dimension(unit_set)
-            for unit_set in self.units.values()
-            for move in unit_set.moves
-        )
+        dimension = 0
+        for unit_set in self.units.values():
+            for move in unit_set.moves:
+                dimension += MOVES[move].dimension(unit_set)
+        return dimension
 
     @functools.cached_property
     def effective(self) -> Effective:
@@ -335,10 +325,11 @@ class Group:
         of those that admit a move; of rotations, into their matrices.
         """
         slots = self.number_slots(move)
-        return {
-            name: numbers[..., slots[name]].unflatten(-1, MOVES[move].shape(self[name]))
-            for name in self.names(move)
-        }
+        result = Weights()
+        for name in self.names(move):
+            shape = MOVES[move].shape(self[name])
+            result[name] = numbers[..., slots[name]].unflatten(-1, shape)
+        return result
 
     def number_slots(self, move: Move) -> dict[str, slice]:
         """Return the place of the numbers of each set of units among those of a move:
@@ -361,12 +352,11 @@ class Group:
 
     def family(self, name: str) -> Names:
         """Return some units and all inside them, outer ones first."""
-        children = (
-            child_name
-            for child_name, unit_set in self.units.items()
-            if unit_set.parent == name
-        )
-        return (name, *(inner for child in children for inner in self.family(child)))
+        inside = [name]
+        for child, unit_set in self.units.items():
+            if unit_set.parent == name:
+                inside += self.family(child)
+        return tuple(inside)
 
     def axes(self, name: str) -> tuple[Axis, ...]:
         """Return the axes of some units in the view, in the order of
@@ -388,35 +378,22 @@ class Group:
         A vector is a weight if units multiply it with a negative exponent, or if its
         name ends in ``weight``.
         """
-        outgoing = {
-            axis.site
-            for axes in self._axes.values()
-            for axis in axes
-            if axis.exponent < 0
-        }
-        sites = (
-            site
-            for site in self.site_shapes
-            if not is_bias(site) and site not in self.buffers
-        )
-        return tuple(
-            s
-            for s in sites
-            if len(self.site_shapes[s]) > 1 or s in outgoing or s.endswith("weight")
-        )
+        sites = []
+        for site, shape in self.site_shapes.items():
+            outgoing = any(axis.exponent < 0 for axis in self._along(site))
+            weight = len(shape) > 1 or outgoing or site.endswith("weight")
+            if weight and not is_bias(site) and site not in self.buffers:
+                sites.append(site)
+        return tuple(sites)
 
     def epsilon(self, site: str) -> float:
         """Return the constant to add to a site before it is multiplied, and to subtract
         afterwards.
         """
-        return next(
-            (
-                a.epsilon
-                for a in self._along(site)
-                if a.exponent and a.epsilon is not None
-            ),
-            0.0,
-        )
+        for axis in self._along(site):
+            if axis.exponent and axis.epsilon is not None:
+                return axis.epsilon
+        return 0.0
 
     def view(self, site: str, value: Tensor) -> Tensor:
         """Flatten the spanned axes of a site, ``batch_shape + site_shape``."""
@@ -453,23 +430,16 @@ class Group:
         """
         columns = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
         for name, unit_set in self.units.items():
-            units = torch.arange(
-                self.slots[name].start, self.slots[name].stop, device="cpu"
-            )
-            copies = (units - self.slots[name].start) // unit_set.size
-            parent = (
-                units
-                if unit_set.parent is None
-                else self.slots[unit_set.parent].start + copies
-            )
-            size = torch.full_like(
-                units, 0 if unit_set.parent is None else unit_set.size
-            )
-            columns.append(
-                torch.stack(
-                    [self.slots[name].start + copies * unit_set.size, parent, size]
-                )
-            )
+            number = torch.arange(unit_set.count, device="cpu")
+            copies = number // unit_set.size
+            start = self.slots[name].start
+            parent = start + number
+            size = torch.zeros_like(number)
+            if unit_set.parent is not None:
+                parent = self.slots[unit_set.parent].start + copies
+                size += unit_set.size
+            first = start + copies * unit_set.size
+            columns.append(torch.stack([first, parent, size]))
         return torch.cat(columns, 1)
 
     def _along(self, site: str) -> list[Axis]:
@@ -484,25 +454,19 @@ class Group:
         if axis.span == 0:
             return replace(axis, span=1)
         start, end = self._runs[axis.site]
-        if not start <= axis.dim < end:
-            return (
-                axis
-                if axis.dim < start
-                else replace(axis, dim=axis.dim - (end - start - 1))
-            )
+        if axis.dim < start:
+            return axis
+        if axis.dim >= end:
+            return replace(axis, dim=axis.dim - (end - start - 1))
         shape = self.site_shapes[axis.site][start:end]
         first = axis.dim - start
         positions = torch.arange(shape.numel(), device=axis.index.device)
-        positions = positions.reshape(
-            *shape[:first], -1, *shape[first + axis.span :]
-        ).movedim(first, 0)
-        index = (
-            positions.reshape(len(positions), -1)[axis.index]
-            .movedim(-1, 1)
-            .flatten(0, 1)
-            .contiguous()
-        )
-        return replace(axis, dim=start, index=index, span=1)
+        positions = positions.reshape(*shape[:first], -1, *shape[first + axis.span :])
+        positions = positions.movedim(first, 0)
+        positions = positions.reshape(len(positions), -1)
+        # (blocks, units, others) -> (blocks and others, units)
+        index = positions[axis.index].movedim(-1, 1).flatten(0, 1)
+        return replace(axis, dim=start, index=index.contiguous(), span=1)
 
     # restrictions ---------------------------------------------------------------------
 
@@ -513,12 +477,12 @@ class Group:
         allowed = moves_of("moves", moves)
         if allowed >= self.moves:
             return self
-        if allowed not in self._kept:
+        if allowed not in self._restrictions:
             units = [replace(u, moves=u.within(allowed)) for u in self.units.values()]
-            self._kept[allowed] = self._checked(
+            self._restrictions[allowed] = self._checked(
                 pruned(units), self.site_shapes, self._runs
             )
-        return self._kept[allowed]
+        return self._restrictions[allowed]
 
     @property
     def permutations(self) -> Group:
@@ -567,16 +531,11 @@ class Group:
         Units that rotate, and shall not rotate, permute or flip, keep what else of that
         remains.
         """
-        dropped = {
-            self[name].name
-            for name in arguments.listed("names", names, str, "names of units")
-        }
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
-        units = [
-            replace(u, moves=u.without(taken)) if u.name in dropped else u
-            for u in self.units.values()
-        ]
-        return self._checked(pruned(units), self.site_shapes, self._runs)
+        units = dict(self.units)
+        for name in arguments.listed("names", names, str, "names of units"):
+            units[name] = replace(self[name], moves=self[name].without(taken))
+        return self._checked(pruned([*units.values()]), self.site_shapes, self._runs)
 
     def only(self, names: Collection[str]) -> Group:
         """Drop all units but some."""
@@ -707,34 +666,25 @@ class Group:
             )
         permuted = [self[name] for name in self.effective.permuted]
         flipped = torch.as_tensor(self.effective.flipped, device="cpu")
-        sizes = [
-            math.factorial(unit_set.size)
-            for unit_set in permuted
-            for _ in range(unit_set.copies)
-        ]
+        order = self.order()
+        sizes = list[int]()
+        for unit_set in permuted:
+            sizes += [math.factorial(unit_set.size)] * unit_set.copies
         sizes += [2] * len(flipped)
-        digits = iter(
-            torch.unravel_index(torch.arange(self.order(), device="cpu"), sizes)
-            if sizes
-            else ()
-        )
+        numbers = torch.arange(order, device="cpu")
+        digits = iter(torch.unravel_index(numbers, sizes) if sizes else ())
         permutations = {}
         for unit_set in permuted:
-            table = torch.tensor(
-                list(itertools.permutations(range(unit_set.size))), device="cpu"
-            )
-            permutations[unit_set.name] = torch.stack(
-                [table[next(digits)] for _ in range(unit_set.copies)], -2
-            )
-            permutations[unit_set.name] = permutations[unit_set.name].reshape(
-                -1, *unit_set.shape
-            )
-        signs = torch.ones(self.order(), self.size, device="cpu")
+            orders = list(itertools.permutations(range(unit_set.size)))
+            orders_of_copies = torch.tensor(orders, device="cpu")
+            images = [orders_of_copies[next(digits)] for _ in range(unit_set.copies)]
+            images_of_units = torch.stack(images, -2).reshape(-1, *unit_set.shape)
+            permutations[unit_set.name] = images_of_units
+        signs = torch.ones(order, self.size, device="cpu")
         for unit in flipped:
             signs[:, unit] = 1.0 - 2.0 * next(digits)
-        return Element(
-            self, permutations, self.by_name(signs, "flip"), batch_shape=(self.order(),)
-        )
+        flips = self.by_name(signs, "flip")
+        return Element(self, permutations, flips, batch_shape=(order,))
 
     # equality and JSON ----------------------------------------------------------------
 
@@ -745,23 +695,17 @@ class Group:
 
         def axis_data(axis: Axis) -> Json:
             data = {field.name: getattr(axis, field.name) for field in fields(axis)}
-            return {
-                **data,
-                "index": None
-                if axis.fills(axis.length(self.site_shapes))
-                else axis.index.tolist(),
-            }
+            fills = axis.fills(axis.length(self.site_shapes))
+            return {**data, "index": None if fills else axis.index.tolist()}
 
+        units = []
+        for unit_set in self.units.values():
+            axes = [*map(axis_data, unit_set.axes)]
+            moves = sorted(unit_set.moves)
+            units.append({**vars(unit_set), "axes": axes, "moves": moves})
         return {
             "site_shapes": map_values(list, self.site_shapes),
-            "units": [
-                {
-                    **vars(unit_set),
-                    "axes": [axis_data(axis) for axis in unit_set.axes],
-                    "moves": sorted(unit_set.moves),
-                }
-                for unit_set in self.units.values()
-            ],
+            "units": units,
             "of_network": self.of_network,
         }
 
@@ -779,36 +723,25 @@ class Group:
                 return Axis(**{**entries, "index": filling})
             return Axis(**{**entries, "index": torch.tensor(index, device="cpu")})
 
-        units = (
-            Units(
-                **{
-                    **entries_of_set,
-                    "axes": [axis_of(axis) for axis in entries_of_set["axes"]],
-                }
-            )
-            for entries_of_set in data["units"]
-        )
+        units = []
+        for entries in data["units"]:
+            axes = [*map(axis_of, entries["axes"])]
+            units.append(Units(**{**entries, "axes": axes}))
         return cls(units, shapes, data["of_network"])
 
     def __eq__(self, other: object) -> bool:
-        if (
-            self is other
-            or not isinstance(other, Group)
-            or self.factors != other.factors
-        ):
-            return self is other
-        return {**self.to_dict(), "of_network": None} == {
-            **other.to_dict(),
-            "of_network": None,
-        }
+        if self is other:
+            return True
+        if not isinstance(other, Group) or self.factors != other.factors:
+            return False
+        data = self.to_dict()
+        return data == {**other.to_dict(), "of_network": data["of_network"]}
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [f"Group of log-order {self.log_order():.1f}", table(self.units)]
-        )
+        return f"Group of log-order {self.log_order():.1f}\n{table(self.units)}"
 
 
 # checks that moves form a group -------------------------------------------------------
@@ -830,22 +763,22 @@ def _check_axes(units: Iterable[Units], site_shapes: Shapes) -> None:
     """Check that each axis lies within its site, and that no two units of a set share a
     position.
     """
-    for name, axis in (
-        (unit_set.name, axis) for unit_set in units for axis in unit_set.axes
-    ):
-        shape = site_shapes.get(axis.site)
-        index = axis.index
-        if shape is None or axis.dim + axis.span > len(shape):
-            raise ValueError(
-                f"the units {name!r} lie along {axis}, but the known sites are "
-                f"{dict(site_shapes)}"
-            )
-        outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
-        if outside or index.unique().numel() != index.numel():
-            raise ValueError(
-                f"the index of {name!r} names a position of {axis} twice, or one "
-                f"outside: {index}"
-            )
+    for unit_set in units:
+        for axis in unit_set.axes:
+            shape = site_shapes.get(axis.site)
+            index = axis.index
+            if shape is None or axis.dim + axis.span > len(shape):
+                raise ValueError(
+                    f"the units {unit_set.name!r} lie along {axis}, but the known "
+                    f"sites are {dict(site_shapes)}"
+                )
+            length = axis.length(site_shapes)
+            outside = bool((index < 0).any() or (index >= length).any())
+            if outside or index.unique().numel() != index.numel():
+                raise ValueError(
+                    f"the index of {unit_set.name!r} names a position of {axis} twice, "
+                    f"or one outside: {index}"
+                )
 
 
 def _check_group(group: Group) -> None:
@@ -859,16 +792,16 @@ def _check_group(group: Group) -> None:
                 "that rotate hold no others"
             )
     for site in group.sites:
-        members = [pair for pairs in group.members(site).values() for pair in pairs]
-        if len(epsilons := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
+        members = [*itertools.chain.from_iterable(group.members(site).values())]
+        multiplied = [axis for _, axis in members if axis.exponent]
+        if len(epsilons := {axis.epsilon for axis in multiplied}) > 1:
             raise ValueError(
                 f"units multiply {site!r} with different epsilons, {epsilons}; a site "
                 "has one"
             )
+        multiplied_dims = {axis.dim for axis in multiplied}
         for name, shifted in members:
-            if "shift" in group[name].moves and any(
-                axis.exponent and axis.dim != shifted.dim for _, axis in members
-            ):
+            if "shift" in group[name].moves and multiplied_dims - {shifted.dim}:
                 raise ValueError(
                     f"the units {name!r} shift {site!r}, which other units multiply "
                     "along other axes"
@@ -896,26 +829,20 @@ def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
         unit_set = group[name]
         index = axis.index
         if axis.touched(unit_set.moves):
-            power = (
-                axis.exponent
-                if "scale" in unit_set.moves
-                else axis.exponent % 2
-                if "flip" in unit_set.moves
-                else 0
-            )
+            power = 0
+            if "scale" in unit_set.moves:
+                power = axis.exponent
+            elif "flip" in unit_set.moves:
+                power = axis.exponent % 2
             for k, earlier in enumerate(occupied):
-                if (
-                    earlier.units is unit_set
-                    and earlier.power == power
-                    and not (earlier.unit[index] >= 0).any()
-                ):
+                similar = earlier.units is unit_set and earlier.power == power
+                if similar and not (earlier.unit[index] >= 0).any():
                     index = torch.cat([occupied.pop(k).positions, index])
                     break
-            unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
-            unit[index] = torch.arange(unit_set.count, device="cpu").expand_as(index)
-            block[index] = (
-                torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
-            )
+            unit = torch.full((length,), -1, device="cpu")
+            block = unit.clone()
+            unit[index] = torch.arange(unit_set.count, device="cpu")
+            block[index] = torch.arange(len(index), device="cpu").unsqueeze(-1)
             occupied.append(_Occupied(unit_set, power, index, unit, block))
     return occupied
 
@@ -925,20 +852,18 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
     if all do.
     """
     outer = [group.ancestors(occupation.units.name) for occupation in occupied]
+    present = torch.stack([occupation.unit >= 0 for occupation in occupied])
     covered = dict[str, Tensor]()
-    for occupation in occupied:
-        covered[occupation.units.name] = covered.get(occupation.units.name, False) | (
-            occupation.unit >= 0
-        )
+    for occupation, mask in zip(occupied, present, strict=True):
+        name = occupation.units.name
+        covered[name] = mask | covered[name] if name in covered else mask
     for occupation, ancestors in zip(occupied, outer, strict=True):
-        for name in (
-            name
-            for name in ancestors
-            if "permute" in group[name].moves and group[name].size > 1
-        ):
+        for name in ancestors:
+            if "permute" not in group[name].moves or group[name].size == 1:
+                continue
             if name not in covered or not covered[name][occupation.positions].all():
                 return [name, occupation.units.name]
-    overlap = torch.stack([occupation.unit >= 0 for occupation in occupied]).double()
+    overlap = present.double()
     for j, k in (overlap @ overlap.mT).nonzero().tolist():
         first = occupied[j]
         second = occupied[k]
@@ -962,11 +887,9 @@ def _normalises(permuting: _Occupied, moved: _Occupied, inside: bool) -> bool:
     permutes = rotates or ("permute" in moved.units.moves and moved.units.size > 1)
     if shifts and permuting.power:
         return False
-    if (
-        not units.moves & {"permute", "rotate"}
-        or units.size == 1
-        or not (permutes or moved.power or shifts)
-    ):
+    if not units.moves & {"permute", "rotate"} or units.size == 1:
+        return True
+    if not (permutes or moved.power or shifts):
         return True
     if permuting is moved and not shifts:
         return True
@@ -975,9 +898,8 @@ def _normalises(permuting: _Occupied, moved: _Occupied, inside: bool) -> bool:
     block = moved.block[positions]
     if inside and not shifts:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
-        unit = torch.where(
-            unit < 0, unit, unit - first * (moved.units.count // units.count)
-        )
+        first = first * (moved.units.count // units.count)
+        unit = torch.where(unit < 0, unit, unit - first)
     is_constant = bool((unit == unit[..., :1]).all())
     if not permutes or not is_constant:
         return is_constant
@@ -1000,9 +922,7 @@ def group_of(symmetry: Any, name: str = "symmetry") -> Group:
     :param name: what messages call it.
     :raises TypeError: if it is neither.
     """
-    group = (
-        symmetry if isinstance(symmetry, Group) else getattr(symmetry, "group", None)
-    )
+    group = getattr(symmetry, "group", symmetry)
     if not isinstance(group, Group):
         raise TypeError(
             f"{name} is {described(symmetry)}; it must be find_symmetry(net, x), or a "

@@ -17,6 +17,7 @@ from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric.arguments import Json
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.networks import prepare_torchvision
 from pyro_symmetric.posterior.posterior import Posterior
@@ -29,6 +30,7 @@ from pyro_symmetric.weights import (
     map_values,
     pick,
     select_rows,
+    stacked,
     unflatten,
 )
 
@@ -109,9 +111,8 @@ def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit
             f"swag: the descent diverged; its descent_rate {budget.descent_rate} is "
             "too large"
         )
-    iterates = {
-        site: torch.stack([weights[site] for weights in path], 1) for site in path[0]
-    }
+    by_mode = map_values(lambda value: value.transpose(0, 1), stacked(path))
+    iterates = map_values(Tensor.contiguous, by_mode)
     draws = swag(problem.model, iterates, budget.rank, draws_per_mode(problem, budget))
     yield independent_fit(draws, trained, problem)
 
@@ -155,19 +156,18 @@ def train(
     steps (default: the budget's).
     """
     batch_size = min(budget.batch_size, len(problem.x))
+    epochs = round((steps or budget.steps) / (len(problem.x) // batch_size))
     options = {
-        "epochs": max(
-            1, round((steps or budget.steps) / (len(problem.x) // batch_size))
-        ),
+        "epochs": max(1, epochs),
         "batch_size": batch_size,
         "optimizer": functools.partial(torch.optim.Adam, lr=budget.learning_rate),
         "members_at_once": min(budget.modes, TOGETHER),
         "seed": problem.seed,
         "progress": progress,
+        **further,
     }
-    return ensemble(
-        problem.model, (problem.x, problem.y), budget.modes, **{**options, **further}
-    )
+    data = (problem.x, problem.y)
+    return ensemble(problem.model, data, budget.modes, **options)
 
 
 def independent_fit(draws: Weights, trained: Posterior, problem: Problem) -> Fit:
@@ -182,13 +182,8 @@ def losses_of(trained: Posterior, problem: Problem) -> Json:
     """Return the mean loss of each epoch in nats; networks are trained on the loss per
     row.
     """
-    return {
-        "losses": {
-            "negative log-posterior (nats)": [
-                len(problem.x) * loss for loss in trained.metadata["losses"]
-            ]
-        }
-    }
+    in_nats = [len(problem.x) * loss for loss in trained.metadata["losses"]]
+    return {"losses": {"negative log-posterior (nats)": in_nats}}
 
 
 def weights_of(trained: Posterior, problem: Problem) -> Weights:
@@ -224,10 +219,10 @@ def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weig
     last = path[..., -rank:, :] - mean
     batch = path.shape[:-2]
     size = last.shape[-2]
-    spread = (variance / 2).sqrt() * path.new_empty(*batch, count, layout.dim).normal_()
-    low_rank = (
-        path.new_empty(*batch, count, size).normal_() @ last / (2 * (size - 1)) ** 0.5
-    )
+    noise = path.new_empty(*batch, count, layout.dim).normal_()
+    spread = (variance / 2).sqrt() * noise
+    combinations = path.new_empty(*batch, count, size).normal_()
+    low_rank = combinations @ last / (2 * (size - 1)) ** 0.5
     return layout.constrain(mean + spread + low_rank)
 
 
@@ -240,15 +235,13 @@ def outgoing_scales(group: Group) -> Group:
     parents = {units.parent for units in group.units.values()}
     scaled = []
     for units in group.units.values():
-        axes = tuple(
-            replace(axis, exponent=1)
-            for axis in units.axes
-            if axis.dim == 1 or axis.span > 1
-        )
+        axes = []
+        for axis in units.axes:
+            if axis.dim == 1 or axis.span > 1:
+                axes.append(replace(axis, exponent=1))
         if units.name not in parents:
-            scaled.append(
-                replace(units, axes=axes, parent=None, moves=frozenset({"scale"}))
-            )
+            moves: frozenset[Move] = frozenset({"scale"})
+            scaled.append(replace(units, axes=tuple(axes), parent=None, moves=moves))
     return Group(scaled, group.site_shapes)
 
 
@@ -262,17 +255,13 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
     """
     batch = outgoing.batch_shape(weights)
     example = first_value(weights)
-    factors = {
-        name: (
-            torch.rand(*batch, *units.shape, dtype=example.dtype, device=example.device)
-            >= rate
-        )
-        / (1 - rate)
-        for name, units in outgoing.units.items()
-    }
-    return Element(outgoing, log_scales=map_values(Tensor.log, factors)).on_sites(
-        weights
-    )
+    log_scales = Weights()
+    for name, units in outgoing.units.items():
+        shape = (*batch, *units.shape)
+        chances = torch.rand(shape, dtype=example.dtype, device=example.device)
+        factors = (chances >= rate) / (1 - rate)
+        log_scales[name] = factors.log()
+    return Element(outgoing, log_scales=log_scales).on_sites(weights)
 
 
 def _laplace(
@@ -284,12 +273,11 @@ def _laplace(
     trained = train(problem, budget, progress)
     weights = weights_of(trained, problem)
     draws = draws_per_mode(problem, budget)
-    modes = [select_rows(weights, k) for k in range(budget.modes)]
-    drawn = [_laplace_draws(problem, mode, draws, structure, subset) for mode in modes]
-    samples = {
-        site: torch.stack([draw[site] for draw in drawn])
-        for site in problem.model.site_shapes
-    }
+    drawn = []
+    for k in range(budget.modes):
+        mode = select_rows(weights, k)
+        drawn.append(_laplace_draws(problem, mode, draws, structure, subset))
+    samples = pick(stacked(drawn), problem.model.site_shapes)
     yield independent_fit(samples, trained, problem)
 
 
@@ -306,25 +294,23 @@ def _laplace_draws(
     net = copy.deepcopy(model.net).requires_grad_(True)
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
     net.load_state_dict(pick(mode, shapes), strict=False)
-    further: Json = (
-        {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
-    )
+    further: Json = {}
+    targets = problem.y
+    if not problem.is_classification:
+        further["sigma_noise"] = noise_scale(model, mode)
+        targets = model.likelihood.targets(problem.y)[:, None].to(problem.x)
     if subset == "last_layer":
-        linear = [
-            name
-            for name, module in net.named_modules()
-            if isinstance(module, nn.Linear)
-        ]
+        linear = []
+        for name, module in net.named_modules():
+            if isinstance(module, nn.Linear):
+                linear.append(name)
         if not linear:
             raise ValueError(
                 "a last-layer Laplace approximation needs a network with an nn.Linear"
             )
         further["last_layer_name"] = linear[-1]
-        shapes = {
-            name: shape
-            for name, shape in shapes.items()
-            if name.startswith(f"{linear[-1]}.")
-        }
+        inside = [name for name in shapes if name.startswith(f"{linear[-1]}.")]
+        shapes = pick(shapes, inside)
     prior: Any = model.prior
     scales = [prior.scale_of(name, shape) for name, shape in shapes.items()]
     precisions = problem.x.new_tensor([scale**-2 for scale in scales])
@@ -340,11 +326,6 @@ def _laplace_draws(
         prior_precision=precisions,
         temperature=model.likelihood.temperature,
         **further,
-    )
-    targets = (
-        problem.y
-        if problem.is_classification
-        else model.likelihood.targets(problem.y)[:, None].to(problem.x)
     )
     size = max(1, min(512, MOST_INPUTS // problem.x[0].numel()))
     # laplace-torch makes an identity on the default device, and maps gradients over

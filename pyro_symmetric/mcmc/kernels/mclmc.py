@@ -126,18 +126,16 @@ class MCLMC(TunedKernel):
         search = StepSizeAdaptation.start(
             z.new_tensor(START), CORRELATION, gain=LENGTH_GAIN
         )
+        state = super().init(density, z, num_warmup, generator)
         # The adaptation of log L, each chain's running mean, and its previous position.
-        return tuned(
-            super().init(density, z, num_warmup, generator), length=(search, z, z)
-        )
+        return tuned(state, length=(search, z, z))
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
         length = tuning.length[0].log_step.exp()
         step_size = tuning.step_size[:, None]
-        num_steps = round_up_steps(
-            length / median_step_size(tuning.step_size) - 0.5, self.max_steps, tuning
-        )
+        steps = length / median_step_size(tuning.step_size) - 0.5
+        num_steps = round_up_steps(steps, self.max_steps, tuning)
         spread = torch.expm1(2 * step_size / length.to(step_size.dtype)).sqrt()
         start = point = PhasePoint(
             state.z, state.momentum, state.energy, state.gradient
@@ -171,14 +169,12 @@ class MCLMC(TunedKernel):
             shortest = median_step_size(state.statistics["step_size"]).log()
             longest = shortest + math.log(self.max_steps)
             search = search.update(correlation(before, state.z, centre, tuning.mass))
-            search = replace(
-                search, log_step=search.log_step.clamp(min=shortest, max=longest)
-            )
+            log_step = search.log_step.clamp(min=shortest, max=longest)
+            search = replace(search, log_step=log_step)
         if iteration + 1 == num_warmup:
             search = replace(search, log_step=search.log_average)
-        state = tuned(
-            state, length=(search, centre.lerp(state.z, 2 / (iteration + 2)), state.z)
-        )
+        centre = centre.lerp(state.z, 2 / (iteration + 2))
+        state = tuned(state, length=(search, centre, state.z))
         return super().adapt(density, state, iteration, num_warmup)
 
     # step-size adaptation -------------------------------------------------------------
@@ -273,9 +269,8 @@ def isokinetic_step(
     z = z + half * mass.velocity(p)
     energy, gradient = evaluate(z)
     p, last = kick(p, gradient, OUTER * step_size, mass)
-    return PhasePoint(
-        z, p, energy, gradient
-    ), energy - start.energy + first + inner + last
+    error = energy - start.energy + first + inner + last
+    return PhasePoint(z, p, energy, gradient), error
 
 
 def langevin_step(
@@ -305,17 +300,16 @@ def langevin_step(
 
 def normalise(momentum: Tensor, mass: Mass) -> Tensor:
     r"""Scale momenta ``(C, D)`` to :math:`p^\top \Sigma\, p = D`."""
-    return (
-        momentum * (momentum.shape[-1] / (2 * mass.kinetic(momentum))).sqrt()[:, None]
-    )
+    scale = (momentum.shape[-1] / (2 * mass.kinetic(momentum))).sqrt()
+    return momentum * scale[:, None]
 
 
 def correlation(before: Tensor, after: Tensor, centre: Tensor, mass: Mass) -> Tensor:
     """Return the correlation of two successive draws ``(C, D)``, ``()`` in double
     precision; 0 if no chain moved.
     """
-    first, last = (mass.whiten(z - centre) for z in (before, after))
+    first = mass.whiten(before - centre)
+    last = mass.whiten(after - centre)
     squares = (first.square().sum() + last.square().sum()).double() / 2
-    return torch.where(
-        squares > 0, torch.linalg.vecdot(first, last).sum().double() / squares, 0.0
-    )
+    products = torch.linalg.vecdot(first, last).sum().double()
+    return torch.where(squares > 0, products / squares, 0.0)
