@@ -214,12 +214,12 @@ def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
     """Split vectors ``batch_shape + (D,)`` into sites of these shapes, in this
     order.
     """
-    pieces = vector.split([math.prod(shape) for shape in shapes.values()], dim=-1)
-    named = zip(shapes.items(), pieces, strict=True)
-    return {
-        site: piece.reshape((*vector.shape[:-1], *shape))
-        for (site, shape), piece in named
-    }
+    batch = vector.shape[:-1]
+    pieces = vector.split([*map(math.prod, shapes.values())], dim=-1)
+    result = Weights()
+    for (site, shape), piece in zip(shapes.items(), pieces, strict=True):
+        result[site] = piece.reshape((*batch, *shape))
+    return result
 
 
 # flat vectors -------------------------------------------------------------------------
@@ -249,20 +249,19 @@ class Layout:
     ):
         known = transforms or {}
         self.site_shapes = map_values(Size, site_shapes)
-        self.transforms: dict[str, Transform] = {
-            site: known.get(site, identity_transform) for site in site_shapes
-        }
-        self.unconstrained_shapes = {
-            site: Size(self.transforms[site].inverse_shape(shape))
-            for site, shape in self.site_shapes.items()
-        }
+        self.transforms = dict[str, Transform]()
+        self.unconstrained_shapes = dict[str, Size]()
         self.angles: list[str] = []
-        self.dim = sum(shape.numel() for shape in self.unconstrained_shapes.values())
-        self._transformed = tuple(
-            site
-            for site, transform in self.transforms.items()
-            if not is_identity(transform)
-        )
+        self.dim = 0
+        self._transformed = list[str]()
+        for site, shape in self.site_shapes.items():
+            transform = known.get(site, identity_transform)
+            self.transforms[site] = transform
+            unconstrained_shape = Size(transform.inverse_shape(shape))
+            self.unconstrained_shapes[site] = unconstrained_shape
+            self.dim += unconstrained_shape.numel()
+            if not is_identity(transform):
+                self._transformed.append(site)
 
     @classmethod
     def of(cls, sites: Mapping[str, Distribution]) -> Layout:
@@ -325,21 +324,19 @@ class Layout:
         """
         require_sites(weights, self.site_shapes)
         batch_shape(weights, self.site_shapes)
-        return self.flatten(
-            {
-                site: transform.inv(weights[site])
-                for site, transform in self.transforms.items()
-            }
-        )
+        pieces = Weights()
+        for site, transform in self.transforms.items():
+            pieces[site] = transform.inv(weights[site])
+        return self.flatten(pieces)
 
 
 def is_identity(transform: Transform) -> bool:
     """Return whether a transform, or each part of a composition, is the identity."""
     if isinstance(transform, IndependentTransform):
         return is_identity(transform.base_transform)
-    return isinstance(transform, ComposeTransform) and all(
-        is_identity(part) for part in transform.parts
-    )
+    if not isinstance(transform, ComposeTransform):
+        return False
+    return all(map(is_identity, transform.parts))
 
 
 def is_angle(fn: Distribution) -> bool:

@@ -8,7 +8,8 @@ biases, rows and the names of sites, and never from the order of definition.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -78,12 +79,13 @@ def plan(group: Group, move: Move) -> tuple[Step, ...]:
         if move != "permute" or sides(group, name, move).incoming
     ]
     pending.sort(key=lambda name: _places(group, name))
+    done = set[str]()
     while pending:
-        done = {name for step in steps for name in step.names}
         following = _following(group, move, pending, done)
         steps += following
-        visited = {name for step in following for name in step.names}
-        pending = [name for name in pending if name not in visited]
+        for step in following:
+            done.update(step.names)
+        pending = [name for name in pending if name not in done]
     return tuple(steps)
 
 
@@ -135,7 +137,7 @@ def _candidate(group: Group, move: Move, name: str, done: set[str]) -> _Candidat
     return _Candidate(NONE, Step((name,)))
 
 
-def _acting(group: Group, axis: Axis, nest: Iterable[str]) -> set[str]:
+def _acting(group: Group, axis: Axis, nest: Sequence[str]) -> set[str]:
     """Return the unit sets that act on the entries along an axis of the view.
 
     :param nest: the units and those that they lie inside, which act along that axis
@@ -145,13 +147,14 @@ def _acting(group: Group, axis: Axis, nest: Iterable[str]) -> set[str]:
     positions = axis.index.flatten()
     acting = set()
     for dim, members in group.members(axis.site).items():
-        names = [
-            name
-            for name, member in members
-            if dim != axis.dim or torch.isin(member.index, positions).any()
-        ]
-        once = {name for name in nest if dim == axis.dim and names.count(name) == 1}
-        acting |= {name for name in names if group[name].moves} - once
+        counts = Counter[str]()
+        for name, member in members:
+            if dim != axis.dim or torch.isin(member.index, positions).any():
+                counts[name] += 1
+        for name, count in counts.items():
+            anyway = dim == axis.dim and name in nest and count == 1
+            if group[name].moves and not anyway:
+                acting.add(name)
     return acting
 
 
@@ -180,10 +183,13 @@ def sides(group: Group, name: str, move: Move) -> Sides:
     negative = tuple(axis for axis in axes if axis.exponent < 0)
     if move == "scale" or (move == "flip" and positive and negative):
         return Sides(*sorted([positive, negative], key=rank))
-    in_columns = {axis for axis in axes if declared[axis].dim > 0}
-    in_columns |= {axis for axis in axes if declared[axis].span > 1}
-    along_rows = tuple(axis for axis in axes if axis not in in_columns)
-    along_columns = tuple(axis for axis in axes if axis in in_columns)
+    along_rows: Axes = ()
+    along_columns: Axes = ()
+    for axis in axes:
+        if declared[axis].dim > 0 or declared[axis].span > 1:
+            along_columns += (axis,)
+        else:
+            along_rows += (axis,)
     if not along_rows:
         return Sides(along_columns, ())
     return Sides(along_rows, along_columns)

@@ -145,8 +145,8 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
         inputs = [_like(value, SIZES[draw % len(SIZES)]) for value in run.trace.tensors]
         with without_fast_attention(), without_warnings():
             outputs = run.outputs(leaves, inputs, torch.float64)
-        losses = min(LOSSES, sum(out.numel() for out in outputs if out.requires_grad))
-        for gradient in gradients(outputs, leaves, losses):
+        entries = sum(out.numel() for out in outputs if out.requires_grad)
+        for gradient in gradients(outputs, leaves, min(LOSSES, entries)):
             blocks = [
                 gradient.get(site, torch.zeros_like(value)).flatten()
                 for site, value in weights.items()

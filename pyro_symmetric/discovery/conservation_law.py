@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -122,15 +122,15 @@ def with_multipliers(
         [Pass(trace, logits) for trace in traces], net, shapes, SMALL, FLOAT64
     )
     cells = list[LawCell]()
-    for family in (*units, *fixed):
-        inner = [inner_set for inner_set in units if inner_set.parent == family.name]
+    for unit_set in (*units, *fixed):
+        inner = [inner_set for inner_set in units if inner_set.parent == unit_set.name]
         spanning = {inner_set.name for inner_set in inner}
         # all others together may do what a lone unit does
-        if network.small and family.count == 1 and not family.moves:
+        if network.small and unit_set.count == 1 and not unit_set.moves:
             spanning = {cell.units.name for cell in cells}
-        axes = _axes_of(family, inner, network, slices, held)
+        axes = _axes_of(unit_set, inner, network, slices, held)
         if axes:
-            cells.append(LawCell(family, axes, frozenset(spanning)))
+            cells.append(LawCell(unit_set, axes, frozenset(spanning)))
     try:
         law = _solved(network, cells)
     except NotDifferentiable:  # permutations alone are found
@@ -154,15 +154,15 @@ def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     with contextlib.suppress(ValueError):
         return Group(units, shapes, of_network=True)
     permuted = dict[str, Units]()
-    for family in units:
-        if "permute" in family.moves:
-            axes = tuple(replace(a, exponent=0, epsilon=None) for a in family.axes)
+    for unit_set in units:
+        if "permute" in unit_set.moves:
+            axes = tuple(replace(a, exponent=0, epsilon=None) for a in unit_set.axes)
             moves = frozenset[Move]({"permute"})
-            permuted[family.name] = replace(family, axes=axes, moves=moves)
+            permuted[unit_set.name] = replace(unit_set, axes=axes, moves=moves)
 
     def widened(known: dict[str, Units], further: Sequence[Units]) -> dict[str, Units]:
         """Add the units that fit in with the others, by bisection."""
-        wider = known | {family.name: family for family in further}
+        wider = known | {unit_set.name: unit_set for unit_set in further}
         try:
             return dict(Group(wider.values(), shapes).units)
         except ValueError:
@@ -228,12 +228,12 @@ class Law:
         test_points = network.test_points()
         most = MOST_LOSSES[network.small]
         factor = FACTOR[network.dtype]
-        losses = max(len(self.points), min(most, self._needed_losses(most)))
-        products = self._inner_products(losses, "scale")
+        num_losses = max(len(self.points), min(most, self._needed_losses(most)))
+        products = self._inner_products(num_losses, "scale")
         while len(self.points) < MORE_POINTS and dead_cells(cells, products):
             self.points.append(network.fresh_point())
-            losses = max(losses, len(self.points))
-            products = self._inner_products(losses, "scale")
+            num_losses = max(num_losses, len(self.points))
+            products = self._inner_products(num_losses, "scale")
         dead = dead_cells(cells, products)
         if any(axis.site in self.repeats.block for cell in dead for axis in cell.axes):
             raise UnequalBlocks
@@ -243,9 +243,9 @@ class Law:
         scales = trials.confirmed(scales, factor)
         self.scales = independent_of_others(scales, network.shapes, False)
         if network.small:
-            losses = max(losses, min(most, self._most_reads() + 2))
+            num_losses = max(num_losses, min(most, self._most_reads() + 2))
         try:
-            linear = self._inner_products(losses, "flip")
+            linear = self._inner_products(num_losses, "flip")
             signs = {
                 cell: self._signs(cell, self.scales[cell], products, linear)
                 for cell in cells
@@ -283,31 +283,28 @@ class Law:
 
     def _most_reads(self) -> int:
         """Return how many reads of its axes a cell has at most."""
-        sites = [*self.network.leaves("flip").values()]
-        reads = [
-            sum(1 + sites.count(axis.site) for axis in cell.axes) for cell in self.cells
-        ]
-        return max(reads, default=0)
+        further_reads = Counter(self.network.leaves("flip").values())
+        most = 0
+        for cell in self.cells:
+            most = max(most, sum(1 + further_reads[axis.site] for axis in cell.axes))
+        return most
 
-    def _inner_products(self, losses: int, twin: Move) -> Products:
+    def _inner_products(self, num_losses: int, twin: Move) -> Products:
         r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all
         positions ``i`` of all axes.
         """
         network = self.network
-        lengths = dict[Place, int]()
+        products = Products()
         axes = defaultdict[str, dict[Place, Axis]](dict)
         leaves = network.leaves(twin)
-        for axis in (axis for cell in self.cells for axis in cell.axes):
+        for axis in itertools.chain.from_iterable(cell.axes for cell in self.cells):
             further = (leaf for leaf, site in leaves.items() if site == axis.site)
             for leaf in (axis.site, *further):
                 place = (leaf, axis.dim, axis.span)
                 axes[leaf][place] = axis
-                lengths[place] = axis.length(network.shapes)
-        products = {
-            place: torch.zeros(2, losses, n, dtype=torch.float64, device="cpu")
-            for place, n in lengths.items()
-        }
-        for number, loss in enumerate(self._losses(losses, twin)):
+                shape = (2, num_losses, axis.length(network.shapes))
+                products[place] = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        for number, loss in enumerate(self._losses(num_losses, twin)):
             self.first = self.first if self.first.gradient else loss
             for leaf in axes.keys() & loss.gradient.keys():
                 weight = loss.weights[leaf]
@@ -323,10 +320,10 @@ class Law:
                 break  # losses of large networks are dear
         return products
 
-    def _losses(self, losses: int, twin: Move) -> Iterator[Loss]:
+    def _losses(self, num_losses: int, twin: Move) -> Iterator[Loss]:
         """Iterate over random losses of a twin, in turn at all points."""
         for k, point in enumerate(self.points):
-            count = len(range(k, losses, len(self.points)))
+            count = len(range(k, num_losses, len(self.points)))
             yield from self.network.losses(point, count, twin)
 
     # proposals ------------------------------------------------------------------------
@@ -659,16 +656,14 @@ def _add_whole_sites(
     """Add units for vectors that may be shifted as a whole, and for sites that may be
     scaled as a whole; return the sites that are shifted.
     """
-    families = list(by_name.values())
     shifted = set[str]()
-    taken = {
-        "scale": [
-            {axis.site for axis in family.axes if axis.exponent}
-            for family in families
-            if "scale" in family.moves
-        ],
-        "shift": [{axis.site} for family in families for axis in family.axes],
-    }
+    scaled = list[set[str]]()
+    acted_on = list[set[str]]()
+    for unit_set in by_name.values():
+        acted_on += [{axis.site} for axis in unit_set.axes]
+        if "scale" in unit_set.moves:
+            scaled.append({axis.site for axis in unit_set.axes if axis.exponent})
+    taken = {"scale": scaled, "shift": acted_on}
     moves_of = law.whole_sites()
     for site, shape in law.network.shapes.items():
         for move in moves_of.get(law.repeats.stand_in.get(site, site), ()):

@@ -133,10 +133,9 @@ class Symmetry:
     def plot(self, ax: Any = None) -> Any:
         """Plot each site as a row of its axes, in the colours of the units that move
         along them; return the axes."""
-        units = {
-            name: {(axis.site, axis.dim) for axis in family.axes}
-            for name, family in self.group.units.items()
-        }
+        units = {}
+        for name, unit_set in self.group.units.items():
+            units[name] = {(axis.site, axis.dim) for axis in unit_set.axes}
         return plots.coloured_axes(ax, self.site_shapes, units)
 
     def _repr_html_(self) -> str:

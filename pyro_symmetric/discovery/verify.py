@@ -676,9 +676,9 @@ class _Outputs:
         self.origin = origin
         self.inputs = inputs
         self.copy.load(self._own)
-        self.before: dict[bool, list[Tensor] | None] = {
-            train: self._run(train) for train in (False, True)
-        }
+        self.before = dict[bool, list[Tensor] | None]()
+        for train in (False, True):
+            self.before[train] = self._run(train)
         network = type(copy.net).__name__
         outputs = self.before[False] or []
         if not outputs:
@@ -710,14 +710,14 @@ class _Outputs:
         in_both = set(moves_in(group)) - in_eval
         first = only(element, in_both) if in_eval else element
         self.copy.load(lambda site: first.on_site(site, self._own(site)))
-        size = self._difference(True)
+        size = self._difference(train=True)
         if in_eval:
             second = only(element, in_eval)
             weights = self.copy.weights
             with torch.no_grad():
                 for site in {a.site for _, name in in_eval for a in group[name].axes}:
                     weights[site].copy_(second.on_site(site, weights[site]))
-        size = max(size, self._difference(False))
+        size = max(size, self._difference(train=False))
         if not size < self.tolerance:
             again = self._changes(self._own)
             if again >= self.tolerance:
