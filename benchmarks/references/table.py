@@ -61,7 +61,11 @@ def trained(make: Callable[[Any], Any]) -> Callable[[Reference], Draws]:
             svi.step(*arguments)
             optimiser.step()
         draws = Predictive(model, guide=guide, num_samples=DRAWS)(*arguments)
-        return {site: draws[site].detach() for site in reference.posterior.samples}
+        # Predictive keeps dimensions of plates
+        return {
+            site: draws[site].detach().reshape(DRAWS, *value.shape[2:])
+            for site, value in reference.posterior.samples.items()
+        }
 
     return fit
 
