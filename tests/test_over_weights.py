@@ -15,7 +15,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 
 FEATURES = 8
 MESSAGE = "networks are evaluated one by one, which takes longer"

@@ -6,7 +6,7 @@ from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mclmc import MCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.stochastic import SGHMC, SGLD, pSGLD
-from pyro_symmetric.mcmc.run import sample
+from pyro_symmetric.mcmc.sample import sample
 
 __all__ = [
     "HMC",

@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro
 import torch
@@ -32,12 +32,10 @@ from pyro_symmetric.arguments import Entries, Json, Values
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.digest import complete_digest, digest, is_installed
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
+from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import MOST_EXPANDED, StoreError, load_pickled
 from pyro_symmetric.weights import map_values
-
-if TYPE_CHECKING:
-    from pyro_symmetric.mcmc.run import Settings
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
 OTHER_MODEL = "the model (its density at the same weights differs)"

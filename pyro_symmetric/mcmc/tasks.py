@@ -17,7 +17,9 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed, forked
 from pyro_symmetric.arguments import Entries
-from pyro_symmetric.mcmc.run import Settings, resolve, run
+from pyro_symmetric.mcmc.run import run
+from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import CHECKPOINT, make_folder
 from pyro_symmetric.weights import batch_shape, map_values, select_rows

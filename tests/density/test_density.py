@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pyro_symmetric.density.compiled import Compiled
 from pyro_symmetric.density.eager import is_as_exact
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, AdaptiveHMC, Density, sample
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.networks import resnet20
 

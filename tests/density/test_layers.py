@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_symmetric.density import layers
 from pyro_symmetric.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import (
     BayesianModel,
     CategoricalLikelihood,

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_symmetric import NUTS, BayesianModel, Group, log_joint, sample, verify_model
 from pyro_symmetric.density import Density
 from pyro_symmetric.density.eager import require_data
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]
 Y = 3 * X[:, 0] + 0.1 * torch.sin(7 * X[:, 0])

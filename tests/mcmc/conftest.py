@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc import run
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.posterior.posterior import Posterior
 
 Energy = Callable[[Tensor], Tensor]
@@ -134,16 +134,16 @@ def break_after(monkeypatch):
     """Break the run in the middle of its ``n``-th iteration from now, when numbers were
     drawn but nothing was kept.
     """
-    advance, left = run.advance, [0]
+    advance, left = Run.advance, [0]
 
-    def breaking(settings, density, recorder, run_state):
+    def breaking(run):
         left[0] -= 1
         if left[0] == 0:
-            settings.kernel.step(density, run_state.state)
+            run.settings.kernel.step(run.density, run.state.state)
             raise kind[0]
-        return advance(settings, density, recorder, run_state)
+        advance(run)
 
-    monkeypatch.setattr(run, "advance", breaking)
+    monkeypatch.setattr(Run, "advance", breaking)
     kind: list[type[BaseException]] = [Killed]
 
     def start(steps: int, error: type[BaseException] = Killed) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
-from pyro_symmetric.mcmc.run import DENSE, Settings, choose
+from pyro_symmetric.mcmc.sample import DENSE, choose
+from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 

@@ -8,7 +8,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 
 from pyro_symmetric.guides import AutoGaussian
 from pyro_symmetric.mcmc import HMC, Density, sample
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.posterior.posterior import Posterior
 
 STILL = {"num_samples": 1, "num_warmup": 0, "progress": False}

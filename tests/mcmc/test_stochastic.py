@@ -22,7 +22,7 @@ from pyro_symmetric.mcmc.kernels import stochastic
 from pyro_symmetric.mcmc.kernels.adaptation import tuned
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate
-from pyro_symmetric.mcmc.run import starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6

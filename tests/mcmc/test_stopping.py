@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
-from pyro_symmetric.mcmc.run import Ending, Settings
+from pyro_symmetric.mcmc.settings import Ending, Settings
 from pyro_symmetric.mcmc.stopping import (
     CHECKS,
     EFFECTIVE,
