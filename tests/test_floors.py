@@ -41,6 +41,14 @@ INSIDE = {
         ["compiled"],
         ["density"],
     ],
+    "mcmc": [
+        ["digest", "kernels", "stopping"],
+        ["settings", "starts"],
+        ["resume"],
+        ["run"],
+        ["tasks"],
+        ["sample"],
+    ],
     "posterior": [
         ["statistics"],
         ["diagnostics", "predict"],

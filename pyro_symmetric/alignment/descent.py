@@ -52,8 +52,8 @@ from pyro_symmetric.alignment.terms import (
     terms_of,
 )
 from pyro_symmetric.groups import Element, Group, Units
+from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.groups.moves import MOVES, Move, polar
-from pyro_symmetric.groups.units import rows
 from pyro_symmetric.weights import ByName, Tensors, pick
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2

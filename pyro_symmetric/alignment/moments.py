@@ -60,8 +60,8 @@ from pyro_symmetric.arguments import Shape, described
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
+from pyro_symmetric.groups.elements import require_buffers
 from pyro_symmetric.groups.moves import Move
-from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import (
     Shapes,

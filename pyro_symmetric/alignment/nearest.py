@@ -11,7 +11,8 @@ from torch import Tensor
 from pyro_symmetric.alignment.covers import MOST_ELEMENTS, log_count
 from pyro_symmetric.alignment.terms import terms_of
 from pyro_symmetric.groups import Element, Group, group_of
-from pyro_symmetric.groups.units import Units, rows
+from pyro_symmetric.groups.axes import rows
+from pyro_symmetric.groups.units import Units
 from pyro_symmetric.weights import Weights
 
 # The most entries of all copies of a group that is enumerated.

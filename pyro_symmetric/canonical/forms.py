@@ -40,9 +40,9 @@ from pyro_symmetric.canonical.removal import (
 from pyro_symmetric.canonical.scales import as_it_came, evened, minimal_mass, weights_of
 from pyro_symmetric.discovery.model_carried import AUTO, Auto, required_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.elements import Element, acted_shape
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import Move
-from pyro_symmetric.groups.units import Element, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Tensors, Weights, map_values, require_finite
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.arguments import Names
+from pyro_symmetric.groups.axes import Axis, rows
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import Move
-from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.weights import Tensors
 
 Axes = tuple[Axis, ...]

@@ -24,9 +24,10 @@ from pyro_symmetric.canonical.order import (
     sides,
 )
 from pyro_symmetric.canonical.scales import evened, weights_of
+from pyro_symmetric.groups.axes import Axis, along_axis, laid_out
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.moves import polar
-from pyro_symmetric.groups.units import Axis, Element, along_axis, laid_out
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Tensors, Weights, first_value
 

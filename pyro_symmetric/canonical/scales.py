@@ -39,8 +39,9 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
+from pyro_symmetric.groups.axes import laid_out
+from pyro_symmetric.groups.elements import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import acted_shape, laid_out
 from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import (
     ByName,

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.removal import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.symmetry import Symmetry, plain_weights
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Element
 from pyro_symmetric.weights import ByName, Tensors, require_finite
 
 
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """Compute Kendall's rank correlation between batches of permutations.
 
-    Permutations are those of :class:`~pyro_symmetric.groups.units.Element`: entry ``i``
-    is the unit at position ``i``. Time and memory are ``n²`` for each pair.
+    Permutations are those of :class:`~pyro_symmetric.groups.elements.Element`: entry
+    ``i`` is the unit at position ``i``. Time and memory are ``n²`` for each pair.
 
     >>> ps.compare.kendall_tau(
     ...     torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]])

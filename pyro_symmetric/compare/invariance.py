@@ -41,8 +41,8 @@ from pyro_symmetric.compare.draws import thinned
 from pyro_symmetric.compare.results import Parts, SignificanceTest
 from pyro_symmetric.discovery.model_carried import AUTO, Auto, required_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.axes import Axis, rows
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
 from pyro_symmetric.weights import first_value, map_values, pick
 

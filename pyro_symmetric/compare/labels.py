@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pyro_symmetric.canonical.forms import FEW, uncertain_share
 from pyro_symmetric.discovery.model_carried import moves_in_words
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.posterior.posterior import Posterior
 
 # Labels of a draw are certain if the next best ones are this much less likely. Two

@@ -75,7 +75,7 @@ from pyro_symmetric.discovery.trials import (
 )
 from pyro_symmetric.discovery.whole_sites import EXACT, SILENT, moves_of_whole_sites
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 
 FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points

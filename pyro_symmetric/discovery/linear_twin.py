@@ -36,7 +36,7 @@ from pyro_symmetric.discovery.reads import arguments_of, untied, viewed
 from pyro_symmetric.discovery.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Deterministic, Trace
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Weights
 
 EVEN = ("linalg_vector_norm", "norm", "var", "std")

@@ -29,8 +29,9 @@ from pyro_symmetric.discovery.verify import (
     Verification,
     broken_moves,
 )
+from pyro_symmetric.groups.axes import Axis
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis, Element
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Shapes, Weights, first_value, map_values, select_rows

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor, holding_nan
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
-from pyro_symmetric.groups.units import Element
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.weights import (
     Weights,
     first_value,

@@ -13,7 +13,7 @@ from pyro_symmetric.discovery.model_permutations import Factor
 from pyro_symmetric.discovery.model_signs import SignFlip
 from pyro_symmetric.discovery.valid_sets import PlaceSet
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Shapes
 
 PERMUTE: frozenset[Move] = frozenset({"permute"})

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.groups.moves import Move
-from pyro_symmetric.groups.units import pruned, rows
+from pyro_symmetric.groups.units import pruned
 from pyro_symmetric.weights import Weights
 
 

@@ -33,7 +33,7 @@ from pyro_symmetric.discovery.linear_twin import (
 from pyro_symmetric.discovery.symmetry import fresh, near
 from pyro_symmetric.discovery.verify import difference, guilty
 from pyro_symmetric.groups import Axis, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Weights
 
 # Distances of points near the network's weights, in their deviations. A point with

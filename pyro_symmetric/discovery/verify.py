@@ -52,9 +52,10 @@ from pyro_symmetric.discovery.symmetry import (
 )
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import MOVES, Move
-from pyro_symmetric.groups.units import Element, Units
+from pyro_symmetric.groups.units import Units
 from pyro_symmetric.weights import Weights
 
 TOLERANCE = 1e-6  # a relative change that passes,

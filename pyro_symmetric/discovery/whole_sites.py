@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from pyro_symmetric.discovery.trials import Loss, Network
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 
 # relative magnitude of a site's gradient that counts as none, by precision
 SILENT = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -45,8 +45,8 @@ from pyro_symmetric.distributions.unit_densities import (
     unit_sets,
 )
 from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Element
 
 CHUNK_NUMBERS = 2**25  # held at once; larger computations run in chunks
 # By default an exact sum has at most so many terms a draw, in training and for a

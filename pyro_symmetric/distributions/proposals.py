@@ -46,7 +46,8 @@ from pyro_symmetric.distributions.unit_densities import (
     product_of,
     refined,
 )
-from pyro_symmetric.groups.units import Axis, Element
+from pyro_symmetric.groups.axes import Axis
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.weights import ByName
 
 # The weight of the expectation of undrawn sets. At 1, early draws are confident

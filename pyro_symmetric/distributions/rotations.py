@@ -58,9 +58,9 @@ from pyro_symmetric.distributions.estimators import (
 )
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks, in_blocks
 from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import MOVES, skew_basis
-from pyro_symmetric.groups.units import rows
 
 # the most units that are averaged over, and up to which all modes should be found
 MOST_UNITS, SURE_UNITS = 16, 8

@@ -33,8 +33,9 @@ from pyro_symmetric.arguments import Names
 from pyro_symmetric.distributions.random_matchings import best_columns, rows_of
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.axes import Axis, rows
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, Element, rows
 from pyro_symmetric.weights import Weights, map_values
 
 # to which normals are fitted if a base has no moments, or if constrained values are

@@ -24,8 +24,8 @@ from torch.distributions.constraints import Constraint, independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Element
 from pyro_symmetric.weights import Layout, Shapes, map_values, pick
 
 

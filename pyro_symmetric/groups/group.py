@@ -27,18 +27,11 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Device, Json, Names, described
+from pyro_symmetric.groups.axes import Axis
+from pyro_symmetric.groups.elements import Element, checked
 from pyro_symmetric.groups.moves import COMPACT, FINITE, MOVES, Move
 from pyro_symmetric.groups.order import Effective, effective_moves
-from pyro_symmetric.groups.units import (
-    Axis,
-    Element,
-    Units,
-    checked,
-    moves_of,
-    outer_first,
-    pruned,
-    table,
-)
+from pyro_symmetric.groups.units import Units, moves_of, outer_first, pruned, table
 from pyro_symmetric.weights import (
     ByName,
     Shapes,
@@ -605,7 +598,7 @@ class Group:
         rotations: Mapping[str, Any] | None = None,
     ) -> Element:
         """Build an element or a batch of elements, from numbers as
-        :class:`~pyro_symmetric.groups.units.Element` takes.
+        :class:`~pyro_symmetric.groups.elements.Element` takes.
 
         Shifts act first, then signs and scales or rotations, then permutations.
 

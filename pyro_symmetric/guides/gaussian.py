@@ -30,7 +30,7 @@ from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.unit_blocks import in_blocks
 from pyro_symmetric.distributions.unit_densities import unit_sets
 from pyro_symmetric.groups import Action, Group, group_of
-from pyro_symmetric.groups.units import rows
+from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.guides.base import (
     InitLocFn,
     Start,

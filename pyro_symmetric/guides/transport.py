@@ -48,7 +48,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.unit_blocks import in_blocks
 from pyro_symmetric.groups import Action, Element, Group
-from pyro_symmetric.groups.units import require_buffers
+from pyro_symmetric.groups.elements import require_buffers
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized

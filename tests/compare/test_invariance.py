@@ -9,8 +9,9 @@ from pyro_symmetric.compare.invariance import (
     holm,
     kolmogorov_smirnov,
 )
+from pyro_symmetric.groups.axes import Axis
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, Units
+from pyro_symmetric.groups.units import Units
 from pyro_symmetric.posterior.posterior import Posterior
 
 

@@ -17,7 +17,7 @@ from pyro_symmetric.discovery import conservation_law
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.moves import Move
 
 
 def network() -> nn.Sequential:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 import pyro_symmetric as ps
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import rows
+from pyro_symmetric.groups.axes import rows
 
 from .cases import (
     ALL,

@@ -47,7 +47,7 @@ from torch import Tensor
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser
 from benchmarks.networks import perceptron
-from pyro_symmetric.groups.units import rows
+from pyro_symmetric.groups.axes import rows
 
 THRESHOLD = 2.92  # standard deviations; see the docstring
 NAMES = ("nearest", "nearest_working", "all", "any", "bound")
