@@ -47,7 +47,7 @@ class Reference:
 
     @property
     def is_certified(self) -> bool:
-        """True if two samplers agree, by chains that agree."""
+        """True if the chains of each of two samplers agree, and the two as well."""
         return not self.certificate["doubts"]
 
     def __repr__(self) -> str:
@@ -67,18 +67,23 @@ def reference(name: str, root: PathLike | None = None) -> Reference:
         package lies.
     :raises FileNotFoundError: if there is none of this name; an installed package holds
         no references.
-    :raises ValueError: if model or data aren't those of the draws.
+    :raises ValueError: if model, data or draws aren't those that were certified.
     """
     folder = reference_folder(name, CHECKOUT if root is None else Path(root))
     certificate = json.loads((folder / CERTIFICATE).read_text())
-    for file, digest in certificate["digests"].items():
-        if digest_of(folder / file) != digest:
+    for file in ("model.py", "data.csv"):
+        if digest_of(folder / file) != certificate["digests"][file]:
             raise ValueError(
                 f"{folder / file} isn't the file from which the draws were made; "
                 "restore it, or make the reference again"
             )
-    problem = load_problem(folder)
     posterior = Posterior.load(folder / "draws")
+    if digest_of_draws(posterior) != certificate["digests"]["draws"]:
+        raise ValueError(
+            f"{folder / 'draws'} holds other draws than those that were certified; "
+            "restore them, or make the reference again"
+        )
+    problem = load_problem(folder)
     attached = posterior.attach(problem.model, *problem.arguments)
     return Reference(name, attached, problem, certificate)
 
@@ -116,3 +121,12 @@ def load_problem(folder: Path) -> ModuleType:
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a text file, whatever its line ends."""
     return hashlib.sha256(path.read_text("utf-8").encode()).hexdigest()
+
+
+def digest_of_draws(posterior: Posterior) -> str:
+    """Return the SHA-256 of all draws, site by site."""
+    digest = hashlib.sha256()
+    for site, value in sorted(posterior.samples.items()):
+        digest.update(f"{site} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()

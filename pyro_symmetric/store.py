@@ -280,7 +280,11 @@ class Recorder:
                 self.folder
             )
         samples, statistics = (
-            {name: v[:, :count] for name, v in part.items()}
+            {
+                # without the room for draws that never came
+                name: value[:, :count].clone() if count < value.shape[1] else value
+                for name, value in part.items()
+            }
             for part in self._memory.values()
         )
         return samples, statistics, metadata

@@ -115,7 +115,9 @@ def row(options: argparse.Namespace, posterior: str, kernel: str, dtype: str) ->
     arrays = tuple(np.asarray(array) for array in entry.read(database.data(posterior)))
     precision = getattr(torch, dtype)
     model = Problem(entry.write, arrays, precision).in_pyro()
-    settings = {"num_samples": 40, "num_warmup": 40} if options.quick else {}
+    settings = {"num_samples": 1000}
+    if options.quick:
+        settings = {"num_samples": 40, "num_warmup": 40}
     begun = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

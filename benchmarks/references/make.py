@@ -3,7 +3,8 @@
     python -m benchmarks.references.make moons-10 --draws 500
     python -m benchmarks.references.make moons-10 --draws 500 --seed 1 --check
 
-NUTS and adaptive HMC of 64 chains each sample the model of the folder. A reference is
+NUTS and adaptive HMC of 64 chains each sample the model of the folder, from starts of
+their own. A reference is
 certified if, for both, R-hat is at most 1.01 and the effective sample size at least
 1,000, of predictions and of the weights (as drawn, or modulo symmetry), no chain
 diverges in over one draw of a thousand, and a two-sample test (maximum mean
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import math
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,13 @@ import pyro_symmetric as ps
 from benchmarks.record import surroundings
 from pyro_symmetric.compare.frames import frame_of_orbits
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
-from pyro_symmetric.references import CERTIFICATE, CHECKOUT, digest_of, load_problem
+from pyro_symmetric.references import (
+    CERTIFICATE,
+    CHECKOUT,
+    digest_of,
+    digest_of_draws,
+    load_problem,
+)
 from pyro_symmetric.weights import first_value, map_values, select_rows
 
 KERNELS = {"NUTS": ps.NUTS, "adaptive HMC": ps.AdaptiveHMC}
@@ -47,7 +55,7 @@ def draw(problem: ModuleType, kernel: str, options: Any) -> ps.Posterior:
         num_samples=options.draws,
         num_warmup=options.warmup,
         num_chains=CHAINS,
-        seed=options.seed,
+        seed=options.seed + 1000 * list(KERNELS).index(kernel),
         progress=False,
     )
 
@@ -63,11 +71,14 @@ def predictions(problem: ModuleType, posterior: ps.Posterior) -> Tensor:
 
 def worst(statistics: Any) -> dict[str, float]:
     """Return the largest R-hat and the least effective sample size of some sites."""
-    summaries = [numbers.summary() for numbers in statistics]
-    return {
-        "r_hat": max(summary["r_hat"] for summary in summaries),
-        "effective": min(summary["ess_bulk"] for summary in summaries),
-    }
+    r_hats, sizes = [], []
+    for numbers in statistics:
+        summary = numbers.summary()
+        r_hats.append(summary["r_hat"])
+        sizes += [summary["ess_bulk"], summary["ess_tail"]]
+    if not np.isfinite([*r_hats, *sizes]).all():
+        return {"r_hat": math.inf, "effective": 0.0}
+    return {"r_hat": max(r_hats), "effective": min(sizes)}
 
 
 def examined(problem: ModuleType, posterior: ps.Posterior) -> dict[str, Any]:
@@ -94,7 +105,9 @@ def best(numbers: dict[str, Any]) -> dict[str, float]:
     better.
     """
     spaces = [numbers[s] for s in ("weights", "modulo symmetry") if s in numbers]
-    return min(spaces, key=lambda space: space["r_hat"])
+    passing = [space for space in spaces if passes(space)]
+    unknown = {"r_hat": math.inf, "effective": 0.0}  # draws that can't be judged
+    return min(passing or spaces, key=lambda space: space["r_hat"], default=unknown)
 
 
 def doubts_of(name: str, numbers: dict[str, Any]) -> list[str]:
@@ -145,6 +158,9 @@ def make(folder: Path, options: Any) -> None:
         print(folder.name, kernel, numbers[kernel], flush=True)
     nuts = posteriors["NUTS"]
     symmetry = nuts.symmetry
+    for kernel in KERNELS:
+        if best(numbers[kernel])["effective"] < 2 * TESTED:
+            doubts.append(f"{kernel}: too few effective draws for the two-sample test")
     test = ps.mmd_test(
         *ps.common_frame(
             *(tested(posteriors[kernel], numbers[kernel]) for kernel in KERNELS),
@@ -157,10 +173,7 @@ def make(folder: Path, options: Any) -> None:
     samples = nuts.get_samples()
     rows = evenly_spaced(CHAINS * options.draws, DRAWS)
     framed = frame_of_orbits(select_rows(dict(samples), rows), symmetry)
-    shutil.rmtree(folder / "draws", ignore_errors=True)
-    ps.Posterior.from_samples(framed, kind="independent").attach(
-        problem.model, *problem.arguments
-    ).save(folder / "draws")
+    posterior = ps.Posterior.from_samples(framed, kind="independent")
     certificate = {
         "doubts": doubts,
         "symmetry": str(symmetry).splitlines()[0],
@@ -168,11 +181,16 @@ def make(folder: Path, options: Any) -> None:
         "two-sample test": {"p_value": test.p_value, "draws": test.num_samples},
         "expectations": expectations(problem, nuts),
         "digests": {
-            file: digest_of(folder / file) for file in ("model.py", "data.csv")
+            "model.py": digest_of(folder / "model.py"),
+            "data.csv": digest_of(folder / "data.csv"),
+            "draws": digest_of_draws(posterior),
         },
         "settings": {key: vars(options)[key] for key in ("draws", "warmup", "seed")},
         **surroundings(),
     }
+    # draws without their certificate are refused
+    (folder / CERTIFICATE).unlink(missing_ok=True)
+    posterior.attach(problem.model, *problem.arguments).save(folder / "draws")
     (folder / CERTIFICATE).write_text(json.dumps(certificate, indent=1) + "\n")
     print(folder.name, doubts or "certified", test)
 

@@ -138,7 +138,9 @@ def rotation_remarks(
     names = action.group.names("rotate")
     planned = plan(base, action)
     if not isinstance(estimator, RotationImportance):
-        return planned.remarks or bool(names) * (
+        if planned.remarks or not names:
+            return planned.remarks
+        return (
             f"averaged over the permutations and signs of {list(names)}, as by "
             f"{estimator!r}; RotationImportance averages over their rotations",
         )

@@ -205,9 +205,9 @@ def pack(fields: Values, potential: Tensor) -> memoryview:
     """Serialise the fields of a run's state and the energies at its positions, without
     another copy in memory.
     """
-    state = replace(fields["state"], generator=None)
+    state = replace(fields["kernel_state"], generator=None)
     buffer = io.BytesIO()
-    torch.save({"at": {**fields, "state": state}, "energies": potential}, buffer)
+    torch.save({"at": {**fields, "kernel_state": state}, "energies": potential}, buffer)
     return buffer.getbuffer()
 
 
@@ -235,11 +235,10 @@ def unpack(content: bytes | memoryview, kernel: Kernel) -> tuple[Entries, Tensor
         saved = load_pickled(content, map_location=None)
     fields = saved["at"]
     _require_sizes([fields, saved["energies"]], len(content))
-    generator = torch.Generator(fields["state"].z.device)
+    generator = torch.Generator(fields["kernel_state"].z.device)
     generator.set_state(fields["generator"])
-    return {**fields, "state": replace(fields["state"], generator=generator)}, saved[
-        "energies"
-    ]
+    fields["kernel_state"] = replace(fields["kernel_state"], generator=generator)
+    return fields, saved["energies"]
 
 
 def _require_sizes(values: Iterable[Any], size: int) -> None:
@@ -267,7 +266,7 @@ def _require_sizes(values: Iterable[Any], size: int) -> None:
 def require_storable(fields: Values, kernel: Kernel) -> None:
     """Raise ``TypeError`` if a store can't keep the kernel's state."""
     try:
-        unpack(pack(fields, fields["state"].energy), kernel)
+        unpack(pack(fields, fields["kernel_state"].energy), kernel)
     except (AttributeError, TypeError, pickle.PickleError) as error:
         reason = str(error).splitlines()[0]
         raise TypeError(

@@ -69,7 +69,7 @@ class RunState:
     """
 
     iteration: int
-    state: State
+    kernel_state: State
     generator: Tensor
     draws: int
     num_warmup: int
@@ -118,7 +118,7 @@ def run(
     with Recorder(store, settings.most_draws) as recorder:
         clock = time.perf_counter()
         if recorder.last is None:
-            density = settings.density() if density is None else density
+            density = settings.build_density() if density is None else density
             chains = Run.start(settings, recorder, density, source)
         else:
             chains = Run.restore(settings, recorder, recorder.last, source)
@@ -187,7 +187,7 @@ class Run:
         kernel_state = settings.kernel.init(density, z, lengths[-1], generator)
         state = RunState(
             iteration=0,
-            state=kernel_state,
+            kernel_state=kernel_state,
             generator=kernel_state.generator.get_state(),
             draws=0,
             num_warmup=lengths[-1],
@@ -254,7 +254,7 @@ class Run:
                 phase = "warmup" if in_warmup else "sampling"
                 self.state.seconds[phase] += clock - before
                 if hook is not None:
-                    weights = self.density.layout.constrain(self.state.state.z)
+                    weights = self.density.layout.constrain(self.state.kernel_state.z)
                     hook(self.state.iteration - 1, weights)
                 if clock >= self.recorder.next_commit:
                     self.commit()
@@ -266,22 +266,30 @@ class Run:
         """Move all chains by one iteration: step, then adapt in warm-up or record a
         draw.
         """
-        settings, density, before = self.settings, self.density, self.state
-        iteration, draws = before.iteration, before.draws
-        state = settings.kernel.step(density, before.state)
-        if iteration < before.num_warmup:
-            if before.agreement is not None:
+        settings, density, run_state = self.settings, self.density, self.state
+        kernel, iteration, draws = settings.kernel, run_state.iteration, run_state.draws
+        moved = kernel.step(density, run_state.kernel_state)
+        if moved.z.shape != (settings.num_chains, density.dim):  # a user's kernel
+            raise ValueError(
+                f"{kernel!r} moved {settings.num_chains} chains of {density.dim} "
+                f"coordinates to z of shape {tuple(moved.z.shape)}; it must keep the "
+                "shape"
+            )
+        if iteration < run_state.num_warmup:
+            if run_state.agreement is not None:
                 lengths = settings.warmups(density)
-                before = end_if_settled(before, before.agreement, state, lengths)
-            state = settings.kernel.adapt(density, state, iteration, before.num_warmup)
-        elif (iteration + 1 - before.num_warmup) % settings.thinning == 0:
-            self.recorder.append(draws, density.draws(state.z), state.statistics)
+                run_state = end_if_settled(
+                    run_state, run_state.agreement, moved, lengths
+                )
+            moved = kernel.adapt(density, moved, iteration, run_state.num_warmup)
+        elif (iteration + 1 - run_state.num_warmup) % settings.thinning == 0:
+            self.recorder.append(draws, density.draws(moved.z), moved.statistics)
             draws += 1
         self.state = replace(
-            before,
+            run_state,
             iteration=iteration + 1,
-            state=state,
-            generator=state.generator.get_state(),
+            kernel_state=moved,
+            generator=moved.generator.get_state(),
             draws=draws,
         )
 
@@ -293,7 +301,7 @@ class Run:
         self.recorder.commit(
             state.draws,
             self.metadata,
-            lambda: pack(vars(state), energies(density, state.state.z)),
+            lambda: pack(vars(state), energies(density, state.kernel_state.z)),
         )
 
     def contents(self) -> Contents:
@@ -338,7 +346,7 @@ class Run:
 
     @property
     def most_progress(self) -> int:
-        """The same at the end, if the run doesn't end early."""
+        """Number of iterations of warm-up and of draws, unless the run ends early."""
         return self.state.num_warmup + self.ending.most
 
     def show(self, bar: tqdm[Any]) -> None:
@@ -350,7 +358,7 @@ class Run:
         bar.set_description(phase, refresh=False)
         if not bar.update(self.progress - bar.n):
             return
-        statistics = self.state.state.statistics
+        statistics = self.state.kernel_state.statistics
         parts = []
         for name, text in SHOWN.items():
             if name in statistics:
@@ -404,14 +412,14 @@ def _restored(
         settings,
         chain_chunk=settings.chain_chunk or call["chain_chunk"],
         engine=engine if settings.engine == "auto" else settings.engine,
-    ).density()
+    ).build_density()
     recorder.fingerprint = identify(settings, density, seed)
     same_rounding = require_same(settings, last.fingerprint, recorder.fingerprint)
     fields, stored_energies = unpack(last.state, settings.kernel)
     state = RunState(**{**fields, "seed": seed})
     iteration = state.iteration
     num_warmup = state.num_warmup
-    z = state.state.z
+    z = state.kernel_state.z
     draws = max(iteration - num_warmup, 0) // settings.thinning
     fits = (
         iteration >= 0

@@ -34,6 +34,7 @@ from pyro_symmetric.mcmc.tasks import run_tasks
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import (
     MIN_DRAWS,
+    Check,
     moving,
     sampler_failures,
     warm_up,
@@ -211,7 +212,7 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
       a step and saves many steps. Not for networks, whose modes differ in their
       correlations.
     """
-    density = settings.density()
+    density = settings.build_density()
     limits = {
         "as many as pay": MAX_NETWORK_CHAINS if density.is_network else MAX_CHAINS,
         "as many as the cache holds": density.chain_chunk or MAX_CHAINS,
@@ -220,12 +221,14 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     if density.target.one_by_one:
         limits = {"few, as they are evaluated one after another": MIN_CHAINS}
     why = min(limits, key=lambda name: limits[name])
-    if limits[why] < MIN_CHAINS:
-        limits = {(why := "as few as can be compared"): MIN_CHAINS}
-    chains = 1 << (limits[why].bit_length() - 1)
+    most = limits[why]
+    if most < MIN_CHAINS:
+        why = "as few as can be compared"
+        most = MIN_CHAINS
+    chains = 1 << (most.bit_length() - 1)  # a power of two
     if num_chains is not None:
-        chains = num_chains
         why = "as asked"
+        chains = num_chains
     full_mass = density.dim <= DENSE and not density.is_network
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
@@ -241,41 +244,41 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
 
 
 def _warn(posterior: Posterior, settings: Settings) -> None:
-    """Warn of an interruption and of failed checks."""
+    """Warn of an interruption, of angles that turn back, and of failed checks."""
+    messages = []
     if posterior.metadata["interrupted"]:
         size = f"{posterior.num_samples} of {settings.most_draws} draws of each chain"
         if posterior.num_chains < settings.num_chains:
             size = f"{posterior.num_chains} of {settings.num_chains} chains"
-        advice = (
-            ""
-            if settings.store is None
-            else f"; the same call resumes from what is kept in {settings.store}"
-        )
-        warnings.warn(
-            f"interrupted: the posterior holds {size}{advice}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        advice = ""
+        if settings.store is not None:
+            advice = f"; the same call resumes from what is kept in {settings.store}"
+        messages.append(f"interrupted: the posterior holds {size}{advice}")
     for site in posterior.metadata.get("angles", ()):
         if turns_back(posterior.samples[site]):
-            warnings.warn(
+            messages.append(
                 f"draws of the angle {site!r} lie at pi and -pi, where chains turn "
                 "back although the circle goes on, so that they may miss part of a "
                 "mode. Turn the circle: sample the angle from a fixed direction near "
-                "the mode, and add that direction",
-                RuntimeWarning,
-                stacklevel=3,
+                "the mode, and add that direction"
             )
+    messages += [check.words for check in _failures(posterior, settings)]
+    for message in messages:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _failures(posterior: Posterior, settings: Settings) -> list[Check]:
+    """Return the checks of the sampler, and of warm-up, that fail."""
     latent = drop_names(posterior.samples, posterior.metadata.get("deterministic", ()))
     # Chains of a network may sit in copies of one mode, and needn't agree.
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else latent
     failures = sampler_failures(
         posterior.statistics, settings.kernel.subsampled, agreeing
     )
+    without_weights = [check for check in failures if check.name != "weights"]
     # chains may be in different copies of a mode
-    disagree = any(check.name == "weights" for check in failures)
-    if disagree and FROM_ABOVE["agree"](posterior):
-        failures = [check for check in failures if check.name != "weights"]
+    if without_weights != failures and FROM_ABOVE["agree"](posterior):
+        failures = without_weights
     # a chain may never move although its acceptance rate is fine
     if latent and not failures:
         moves = moving(latent)
@@ -284,9 +287,10 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
             not measured or (moves.value == 0.0 and posterior.num_samples >= MIN_DRAWS)
         ):
             failures.append(moves)
-    early = list(warm_up(posterior.metadata)) if settings.num_warmup == "auto" else []
+    if settings.num_warmup != "auto":
+        return failures
+    early = list(warm_up(posterior.metadata))
     # this explains the disagreement of the draws
     if any(check.status != "pass" for check in early):
-        failures = [*early, *(check for check in failures if check.name != "weights")]
-    for check in failures:
-        warnings.warn(check.words, RuntimeWarning, stacklevel=4)
+        return [*early, *(check for check in failures if check.name != "weights")]
+    return failures

@@ -16,7 +16,7 @@ from pyro_symmetric.arguments import (
 )
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
-from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, look
+from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge
 from pyro_symmetric.posterior.posterior import Posterior
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
@@ -89,7 +89,7 @@ class Settings:
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
 
-    def density(self) -> Density:
+    def build_density(self) -> Density:
         """Build the density of the kernel's model."""
         num_warmup = self.num_warmup
         if isinstance(num_warmup, str):
@@ -132,7 +132,7 @@ class Ending:
         """
         if draws in self.checks and draws != self._checked:
             self._checked = draws
-            self.finding = look(posterior())
+            self.finding = judge(posterior())
         suffices = self.finding is not None and self.finding.precision.suffices
         self.has_ended = suffices or draws >= self.most
         return self.has_ended

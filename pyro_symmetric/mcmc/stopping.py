@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pyro_symmetric._process import forked
 from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced, slices
 
@@ -59,7 +60,8 @@ def precision(values: Iterable[Tensor]) -> Precision:
     """Return the precision of the entries of ``(chains, draws, ...)``, up to the first
     few that don't suffice; of large sites, evenly spaced entries are looked at.
 
-    Entries that never change are left out, as zeros of a triangular matrix are.
+    Entries that never change are left out, as zeros of a triangular matrix are. If they
+    change in other chains, nothing suffices.
     """
     result = Precision(math.inf)
     for draws in values:
@@ -67,6 +69,9 @@ def precision(values: Iterable[Tensor]) -> Precision:
             return Precision(0.0, math.inf)
         entries = draws[..., None].flatten(2)
         entries = entries[..., evenly_spaced(entries.shape[2], MOST_ENTRIES)]
+        still = (entries == entries[:, :1]).all(1)  # chains that never move
+        if (still.any(0) & ~still.all(0)).any():
+            return Precision(0.0, math.inf)
         for part in slices(entries.shape[2], ENTRIES_AT_ONCE):
             numbers = chain_statistics(entries[..., part])
             moves = ~numbers.r_hat.isnan()
@@ -89,17 +94,20 @@ class Finding(NamedTuple):
     words: str
 
 
-def look(posterior: Posterior) -> Finding:
-    """Find the precision of draws as they are and, if they don't suffice though their
+def judge(posterior: Posterior) -> Finding:
+    """Judge the precision of draws as they are and, if they don't suffice though their
     log density does, modulo symmetry.
     """
-    density = [v for name, v in posterior.statistics.items() if name == "lp"]
+    statistics = posterior.statistics
+    density = [statistics["lp"]] if "lp" in statistics else []
     result = drawn = precision([*density, *posterior.samples.values()])
     words = str(drawn)
     if not drawn.suffices and precision(density).suffices:
         total = posterior.num_chains * posterior.num_samples
         thinned = posterior.thin(-(-total // MOST_ALIGNED))
-        if samples := FROM_ABOVE["modulo"](thinned):
+        with forked(0):  # what is found depends on the draws alone
+            samples = FROM_ABOVE["modulo"](thinned)
+        if samples:
             result = precision([*density, *samples.values()])
             words = f"modulo symmetry {result}; as drawn {drawn}"
     verdict = f"too few for {EFFECTIVE:,.0f} effective ones and R-hat {R_HAT}"

@@ -156,7 +156,7 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
             initial = initial(settings.num_chains) if callable(initial) else initial
     one_per_chain = False
     if isinstance(initial, Mapping):
-        density = replace(settings, chain_chunk=1, engine="eager").density()
+        density = replace(settings, chain_chunk=1, engine="eager").build_density()
         one_per_chain = bool(batch_shape(initial, density.layout.site_shapes))
     for task, begin in enumerate(range(0, settings.num_chains, size)):
         folder = None if store is None else store / f"task-{task:04d}"

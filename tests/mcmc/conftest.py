@@ -139,7 +139,7 @@ def break_after(monkeypatch):
     def breaking(run):
         left[0] -= 1
         if left[0] == 0:
-            run.settings.kernel.step(run.density, run.state.state)
+            run.settings.kernel.step(run.density, run.state.kernel_state)
             raise kind[0]
         advance(run)
 

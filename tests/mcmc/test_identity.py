@@ -132,7 +132,7 @@ def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors
     x, y = torch.zeros(3, 2), torch.zeros(3)
     calls = [run.Settings(HMC(model), (x, y), engine="eager") for model in models]
     first, second, other = (
-        resume.identify(call, call.density(), 0)["code"] for call in calls
+        resume.identify(call, call.build_density(), 0)["code"] for call in calls
     )
     assert first == second != other
 

@@ -512,3 +512,16 @@ def test_a_kernel_of_ones_own_runs_in_a_pool(tmp_path):
             assert_same_draws(
                 run("Walk", executor=pool, store=tmp_path / "tasks", **options), cut
             )
+
+
+class Merging(Walk):
+    """Returns one chain for all."""
+
+    def step(self, density, state):
+        moved = super().step(density, state)
+        return replace(moved, z=moved.z[:1])
+
+
+def test_a_kernel_that_changes_the_shape_of_the_chains_is_refused():
+    with pytest.raises(ValueError, match=r"z of shape \(1, \d+\); it must keep"):
+        sample(Merging(model), Y, num_chains=3, num_warmup=2, num_samples=2, seed=0)

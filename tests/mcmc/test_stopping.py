@@ -180,7 +180,7 @@ def test_networks_stochastic_gradients_and_tasks_take_the_most_draws():
     network = BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
     for kernel in (HMC(network), SGHMC(network, batch_size=2)):
         settings = Settings(kernel, (x, y), engine="eager")
-        ending = settings.ending(settings.density())
+        ending = settings.ending(settings.build_density())
         assert (ending.most, ending.checks) == (MOST_DRAWS, ())
     settings = Settings(HMC(gaussian), num_chains=8)
     assert [task.num_samples for task in cut(settings, 4, 0)] == [MOST_DRAWS] * 2
