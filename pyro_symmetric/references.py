@@ -19,6 +19,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pyro_symmetric.arguments import Json, did_you_mean
 from pyro_symmetric.posterior.posterior import Posterior
@@ -34,6 +35,7 @@ class Reference:
 
     :param name: of its folder.
     :param posterior: 1,000 draws in one frame, with the model attached.
+    :param symmetry: of the model, as it is on file.
     :param problem: ``model.py``: ``model``, ``arguments``, and ``predict(weights)``,
         which returns class probabilities ``(draws, rows, classes)``, or means ``(draws,
         rows, 1)`` with the noise.
@@ -42,6 +44,7 @@ class Reference:
 
     name: str
     posterior: Posterior
+    symmetry: Any
     problem: ModuleType
     certificate: Json
 
@@ -85,7 +88,7 @@ def reference(name: str, root: PathLike | None = None) -> Reference:
         )
     problem = load_problem(folder)
     attached = posterior.attach(problem.model, *problem.arguments)
-    return Reference(name, attached, problem, certificate)
+    return Reference(name, attached, posterior.symmetry, problem, certificate)
 
 
 def reference_folder(name: str, root: Path) -> Path:

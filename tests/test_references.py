@@ -84,6 +84,44 @@ def test_draws_that_lack_a_site_or_have_another_shape_are_refused():
         ps.compare.against_reference(wrong, "two-weights")
 
 
+def test_arrays_of_another_precision_give_the_same_distances():
+    torch.manual_seed(0)
+    draws = torch.randn(200, 2, 1)
+    table = ps.compare.against_reference({"hidden.weight": draws}, "two-weights")
+    double = {"hidden.weight": draws.double().numpy()}
+    again = ps.compare.against_reference(double, "two-weights")
+    pd.testing.assert_frame_equal(again, table, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [slice(None, None, 2), slice(1, None, 2), slice(3, 4)])
+def test_draws_that_are_not_finite_are_refused_whichever_they_are(rows):
+    draws = torch.randn(1000, 2, 1)
+    draws[rows] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        ps.compare.against_reference({"hidden.weight": draws}, "two-weights")
+
+
+def test_few_draws_have_a_noise_floor_of_their_own_and_very_few_are_refused(
+    two_weights,
+):
+    """Exact draws: the mean Wasserstein distance over both halves is a mean of two
+    that are distributed as the floor; summed over 4 seeds it isn't twice the floor."""
+    grid, probabilities = grid_posterior(two_weights)
+    distances, floors = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rows = torch.multinomial(probabilities, 60, replacement=True)
+        exact = {"hidden.weight": grid[rows][..., None]}
+        table = ps.compare.against_reference(exact, "two-weights")
+        distances.append(table.loc["Wasserstein", "distance"])
+        floors.append(table.loc["Wasserstein", "noise floor"])
+    assert sum(distances) < 2 * sum(floors)
+    with pytest.raises(ValueError, match="at least 50"):
+        ps.compare.against_reference(
+            {"hidden.weight": torch.randn(9, 2, 1)}, "two-weights"
+        )
+
+
 def test_unknown_names_and_folders_say_what_there_is(tmp_path):
     with pytest.raises(FileNotFoundError, match="did you mean 'two-weights'"):
         ps.datasets.reference("two-weight")
@@ -102,9 +140,23 @@ def test_a_changed_model_or_data_file_is_refused(tmp_path):
             ps.datasets.reference("two-weights", root=folder.parent)
 
 
+def test_other_draws_under_a_certificate_are_refused(tmp_path, two_weights):
+    folder = tmp_path / "two-weights"
+    shutil.copytree(CHECKOUT / "two-weights", folder)
+    moved = two_weights.posterior.map(
+        lambda samples: {site: value + 1e-3 for site, value in samples.items()}
+    )
+    shutil.rmtree(folder / "draws")
+    moved.save(folder / "draws")
+    with pytest.raises(ValueError, match="other draws"):
+        ps.datasets.reference("two-weights", root=tmp_path)
+
+
 def test_certificates_name_their_samplers_and_checks():
     for name in NAMES:
         certificate = json.loads((CHECKOUT / name / CERTIFICATE).read_text())
         assert set(certificate["samplers"]) == {"NUTS", "adaptive HMC"}
         assert isinstance(certificate["doubts"], list)
         assert 0 <= certificate["two-sample test"]["p_value"] <= 1
+        if not certificate["doubts"]:
+            assert min(certificate["two-sample test"]["draws"]) >= 500

@@ -81,7 +81,7 @@ def _like(samples: Weights, draws: Draws, name: str) -> Weights:
     many."""
     if not isinstance(draws, Posterior):
         arguments.instance("draws", draws, Mapping, "a Posterior, or sites with draws")
-        draws = {site: torch.as_tensor(value) for site, value in draws.items()}
+        draws = map_values(lambda value: torch.as_tensor(value, device="cpu"), draws)
     shapes = map_values(lambda value: value.shape[1:], samples)
     flat = samples_of(draws, "draws", shapes)
     if missing := sorted(samples.keys() - flat.keys()):
@@ -100,7 +100,7 @@ def _distances(
     p: Weights, q: Weights, target: Reference, floor: Distances | None = None
 ) -> Distances:
     """Measure all distances; with the kernels of earlier ones, if there are any."""
-    framed = common_frame(p, q, target.posterior.symmetry)
+    framed = common_frame(p, q, target.symmetry)
     kernels = None if floor is None else floor["squared MMD"]
     predict = target.problem.predict
     return {

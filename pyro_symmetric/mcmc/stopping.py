@@ -95,8 +95,8 @@ class Finding(NamedTuple):
 
 
 def judge(posterior: Posterior) -> Finding:
-    """Judge the precision of draws as they are and, if they don't suffice though their
-    log density does, modulo symmetry.
+    """Measure the precision of draws as they are and, if they don't suffice though
+    their log density does, modulo symmetry.
     """
     statistics = posterior.statistics
     density = [statistics["lp"]] if "lp" in statistics else []

@@ -184,3 +184,15 @@ def test_networks_stochastic_gradients_and_tasks_take_the_most_draws():
         assert (ending.most, ending.checks) == (MOST_DRAWS, ())
     settings = Settings(HMC(gaussian), num_chains=8)
     assert [task.num_samples for task in cut(settings, 4, 0)] == [MOST_DRAWS] * 2
+
+
+@pytest.mark.parametrize("entries", [slice(0, 1), slice(None)])
+def test_a_chain_that_never_moves_is_never_enough(entries):
+    draws = torch.randn(64, MOST_DRAWS, 3, generator=torch.Generator().manual_seed(0))
+    assert precision([draws]).suffices
+    draws[5, :, entries] = 0.3
+    assert not precision([draws]).suffices
+    fixed = draws.clone()
+    fixed[..., 1] = 0.5  # in all chains: an entry that can't move
+    fixed[5] = fixed[4]
+    assert precision([fixed[:5]]).suffices
