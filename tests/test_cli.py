@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyro_symmetric import Symmetry, cli
+from pyro_symmetric.study.methods import make_method
 
 NETS = """
 from torch import nn
@@ -157,3 +158,15 @@ def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(
     assert "ensemble:modes=2 gives 2 draws" in printed.err
     assert "Fitting" not in printed.out
     assert not (tmp_path / "out").exists()
+
+
+def test_the_default_study_of_the_makefile_has_few_images_and_a_method_of_each_kind():
+    text = (Path(__file__).parents[1] / "Makefile").read_text()
+    given = text.partition("COMPARE := ")[2].partition("\nARGS")[0]
+    options = cli.build_parser().parse_args(
+        ["compare", *given.replace("\\", "").split()]
+    )
+    settings = cli.settings_of(options)
+    assert (settings.max_train, settings.hidden) == (100, (50,))
+    methods = {make_method(title).name for title in settings.methods}
+    assert {"mean-field", "symmetrized", "ensemble", "sghmc", "hmc"} <= methods
