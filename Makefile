@@ -23,7 +23,7 @@ CHECK := $(addprefix tests/, \
   study/test_methods.py)
 # The default study has few images and many units, where symmetrised training changes predictions. Other arguments replace
 # these: make compare ARGS="--data wine --methods mean-field,symmetrized,hmc" takes all rows and 16 units.
-COMPARE := --max-train 100 --hidden 50 --activation tanh --draws 200 --methods \
+COMPARE := --max-train 100 --hidden 32 --activation tanh --draws 200 --methods \
   mean-field,symmetrized,symmetrized-blocks:steps=1000,aligned,ensemble,sghmc,hmc
 ARGS ?=
 # Passed on: make test PYTEST_ARGS="tests/mcmc -x", and

@@ -167,6 +167,6 @@ def test_the_default_study_of_the_makefile_has_few_images_and_a_method_of_each_k
         ["compare", *given.replace("\\", "").split()]
     )
     settings = cli.settings_of(options)
-    assert (settings.max_train, settings.hidden) == (100, (50,))
+    assert (settings.max_train, settings.hidden) == (100, (32,))
     methods = {make_method(title).name for title in settings.methods}
     assert {"mean-field", "symmetrized", "ensemble", "sghmc", "hmc"} <= methods
