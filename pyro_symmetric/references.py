@@ -91,12 +91,17 @@ def reference(name: str, root: PathLike | None = None) -> Reference:
     return Reference(name, attached, posterior.symmetry, problem, certificate)
 
 
+def reference_names(root: Path = CHECKOUT) -> list[str]:
+    """Return the names of all references in a folder."""
+    return sorted(path.parent.name for path in root.glob(f"*/{CERTIFICATE}"))
+
+
 def reference_folder(name: str, root: Path) -> Path:
     """Return the folder of a reference.
 
     :raises FileNotFoundError: if there is none.
     """
-    names = sorted(path.parent.name for path in root.glob(f"*/{CERTIFICATE}"))
+    names = reference_names(root)
     if not names:
         raise FileNotFoundError(
             f"{root} holds no reference posteriors; they are the folder "

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric.references import CERTIFICATE, CHECKOUT
+from pyro_symmetric.references import CERTIFICATE, CHECKOUT, reference_names
 
-NAMES = sorted(path.parent.name for path in CHECKOUT.glob(f"*/{CERTIFICATE}"))
+NAMES = reference_names()
 
 
 @pytest.fixture(scope="module")

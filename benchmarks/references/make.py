@@ -4,12 +4,12 @@
     python -m benchmarks.references.make moons-10 --draws 500 --seed 1 --check
 
 NUTS and adaptive HMC of 64 chains each sample the model of the folder, from starts of
-their own. A reference is
-certified if, for both, R-hat is at most 1.01 and the effective sample size at least
-1,000, of predictions and of the weights (as drawn, or modulo symmetry), no chain
-diverges in over one draw of a thousand, and a two-sample test (maximum mean
-discrepancies modulo symmetry) finds no difference between them. What fails is written
-down as a doubt. Its draws are 1,000 of NUTS's, evenly spaced, in one frame.
+their own. A reference is certified if, for both, R-hat is at most 1.01 and the
+effective sample size at least 1,000, of predictions and of the weights (as drawn, or
+modulo symmetry), at most one draw of a thousand diverges, and a two-sample test
+(maximum mean discrepancies modulo symmetry) finds no difference between them. What
+fails is written down as a doubt. Its draws are 1,000 of NUTS's, evenly spaced, in one
+frame.
 
 ``--check`` samples by NUTS with another seed, and compares the expectations of the
 predictions with those on file, in units of their Monte Carlo errors.
@@ -45,7 +45,8 @@ from pyro_symmetric.weights import first_value, map_values, select_rows
 KERNELS = {"NUTS": ps.NUTS, "adaptive HMC": ps.AdaptiveHMC}
 CHAINS, DRAWS = 64, 1000
 EXPECTATIONS, TESTED = 20, 500
-R_HAT, EFFECTIVE, DIVERGING, LEVEL = 1.01, 1000, 1e-3, 0.01
+# half as many draws are tested as are effective, and may count as independent
+R_HAT, EFFECTIVE, DIVERGING, LEVEL = 1.01, 2 * TESTED, 1e-3, 0.01
 
 
 def draw(problem: ModuleType, kernel: str, options: Any) -> ps.Posterior:
@@ -158,9 +159,6 @@ def make(folder: Path, options: Any) -> None:
         print(folder.name, kernel, numbers[kernel], flush=True)
     nuts = posteriors["NUTS"]
     symmetry = nuts.symmetry
-    for kernel in KERNELS:
-        if best(numbers[kernel])["effective"] < 2 * TESTED:
-            doubts.append(f"{kernel}: too few effective draws for the two-sample test")
     test = ps.mmd_test(
         *ps.common_frame(
             *(tested(posteriors[kernel], numbers[kernel]) for kernel in KERNELS),

@@ -36,7 +36,7 @@ import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser
 from benchmarks.references.make import best
 from pyro_symmetric.datasets import Reference
-from pyro_symmetric.references import CERTIFICATE, CHECKOUT
+from pyro_symmetric.references import reference_names
 
 Draws = Any
 STEPS, RATE, DRAWS = 3000, 0.01, 500
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         print(ps.compare.against_reference(read_draws(Path(file)), name))
         return
     results = Results(options.json, {}, options.progress)
-    names = sorted(path.parent.name for path in CHECKOUT.glob(f"*/{CERTIFICATE}"))
+    names = reference_names()
     if not options.write:
         results.fill(measure, name=names, method=METHODS, seed=range(options.seeds))
     table = leaderboard(results)

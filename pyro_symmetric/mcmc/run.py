@@ -12,9 +12,7 @@ from torch import Generator, Tensor
 from tqdm import tqdm
 
 from pyro_symmetric._process import drawn_seed
-from pyro_symmetric.arguments import (
-    Json,
-)
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.errors import first_line
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -41,9 +39,7 @@ from pyro_symmetric.store import (
     Recorder,
     StoreError,
 )
-from pyro_symmetric.weights import (
-    Weights,
-)
+from pyro_symmetric.weights import Weights
 
 # next to the progress bar
 SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}

@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import (
-    Device,
-    Dtype,
-    Function,
-    Keywords,
-)
+from pyro_symmetric.arguments import Device, Dtype, Function, Keywords
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.resume import (
-    digest_before_run,
-)
+from pyro_symmetric.mcmc.resume import digest_before_run
 from pyro_symmetric.mcmc.run import Hook, run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial, placed_by
@@ -40,13 +33,8 @@ from pyro_symmetric.posterior.diagnostics import (
     warm_up,
 )
 from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior, Source
-from pyro_symmetric.store import (
-    PathLike,
-)
-from pyro_symmetric.weights import (
-    drop_names,
-    turns_back,
-)
+from pyro_symmetric.store import PathLike
+from pyro_symmetric.weights import drop_names, turns_back
 
 MAX_CHAINS = 64
 MAX_NETWORK_CHAINS = 16

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import (
-    Args,
-    Device,
-    Dtype,
-    Entries,
-)
+from pyro_symmetric.arguments import Args, Device, Dtype, Entries
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge

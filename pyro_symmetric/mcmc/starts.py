@@ -14,11 +14,7 @@ from torch import Generator, Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import (
-    Args,
-    Keywords,
-    Model,
-)
+from pyro_symmetric.arguments import Args, Keywords, Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.kernel import mini_batches

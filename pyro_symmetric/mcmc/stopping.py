@@ -23,7 +23,12 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
-from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced, slices
+from pyro_symmetric.posterior.statistics import (
+    chain_statistics,
+    evenly_spaced,
+    slices,
+    standing_still,
+)
 
 CHECKS = (100, 150, 225, 337, 506, 759, 1000)  # draws of each chain
 MOST_DRAWS = CHECKS[-1]
@@ -69,7 +74,7 @@ def precision(values: Iterable[Tensor]) -> Precision:
             return Precision(0.0, math.inf)
         entries = draws[..., None].flatten(2)
         entries = entries[..., evenly_spaced(entries.shape[2], MOST_ENTRIES)]
-        still = (entries == entries[:, :1]).all(1)  # chains that never move
+        still = standing_still(entries)
         if (still.any(0) & ~still.all(0)).any():
             return Precision(0.0, math.inf)
         for part in slices(entries.shape[2], ENTRIES_AT_ONCE):
