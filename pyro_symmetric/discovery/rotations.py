@@ -14,18 +14,21 @@ tried on the network itself, by random rotations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import pruned
 from pyro_symmetric.weights import Weights
+
+# random columns by which the matrix of the law is multiplied
+PROBES = 2
 
 
 def rotating_units(
@@ -52,56 +55,37 @@ def rotating_units(
         slopes = {site: gradient[known[site]].cpu() for site in sites}
         if any(value.is_complex() for value in values.values()):
             continue
-        size = group[name].size
-        generator = torch.Generator("cpu").manual_seed(0)
-        probe = torch.randn(size, 1, generator=generator, device="cpu")
-        # one vector refuses most; only matrices that pass are multiplied
-        if all(
-            _vanishes(group, name, values, slopes, columns, tolerance)
-            for columns in (probe, torch.eye(size, device="cpu"))
-        ):
+        if _vanishes(group, name, values, slopes, tolerance):
             names.append(name)
     return tuple(names)
 
 
 def _vanishes(
-    group: Group,
-    name: str,
-    values: Weights,
-    slopes: Weights,
-    columns: Tensor,
-    tolerance: float,
+    group: Group, name: str, values: Weights, slopes: Weights, tolerance: float
 ) -> bool:
-    """Return whether the matrix of the law, times some columns, vanishes."""
-    product = _products(group, name, values, slopes, columns)
-    transposed = _products(group, name, slopes, values, columns)
-    sizes = _products(group, name, _sizes(values), _sizes(slopes), columns.abs()).sum()
-    violation = (product - transposed).abs().sum()
-    return bool(sizes > 0) and float(violation) <= tolerance * float(sizes)
-
-
-def _products(
-    group: Group, name: str, first: Weights, second: Weights, columns: Tensor
-) -> Tensor:
-    """Return the matrices of inner products of all pairs of units, times columns
-    ``(size, k)``: ``(copies, size, k)``.
+    """Return whether the matrix of the law, times random columns, vanishes beside the
+    norms of its terms.
     """
-    shape = (group[name].copies, group[name].size)
-    axes = group.axes(name)
-    products = torch.zeros((), device=first[axes[0].site].device)
-    for axis in axes:
+    units = group[name]
+    shape = (units.copies, units.size)
+    generator = torch.Generator("cpu").manual_seed(0)
+    columns = torch.randn(units.size, PROBES, generator=generator, device="cpu")
+    violation = torch.zeros((), device="cpu")
+    norms = 0.0
+    for axis in group.axes(name):
         dims = len(group.view_shapes[axis.site])
-        of_units = [
-            rows(group.view(axis.site, value[axis.site]), axis, dims)
-            for value in (first, second)
-        ]
-        left, right = (entries.unflatten(0, shape) for entries in of_units)
-        products = products + left @ (right.mT @ columns.to(right))
-    return products
-
-
-def _sizes(weights: Weights) -> Weights:
-    return {site: value.abs() for site, value in weights.items()}
+        entries, gradient = (
+            rows(group.view(axis.site, sites[axis.site]), axis, dims)
+            for sites in (values, slopes)
+        )
+        norms += float(entries.norm()) * float(gradient.norm())
+        entries = entries.unflatten(0, shape)
+        gradient = gradient.unflatten(0, shape)
+        probes = columns.to(entries)
+        violation = violation + entries @ (gradient.mT @ probes)
+        violation = violation - gradient @ (entries.mT @ probes)
+    typical = float(violation.norm()) / math.sqrt(PROBES)
+    return norms > 0 and typical <= tolerance * norms
 
 
 def rotated(group: Group, names: Sequence[str]) -> Group:
@@ -140,9 +124,14 @@ def confirmed(
 
     :param broken: the units of a group whose rotations change the function.
     """
-    remaining = _fitting(group, names)
+    remaining = tuple(names)
     while remaining:
-        wrong = broken(rotated(group, remaining).rotations)
+        try:
+            turning = rotated(group, remaining)
+        except ValueError:
+            remaining = _fitting(group, remaining)
+            continue
+        wrong = broken(turning.rotations)
         if not wrong:
             break
         remaining = tuple(name for name in remaining if name not in wrong)
@@ -150,10 +139,7 @@ def confirmed(
 
 
 def _fitting(group: Group, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the units that can rotate in one group: all, or one after the other."""
-    with suppress(ValueError):
-        rotated(group, names)
-        return tuple(names)
+    """Return units that can rotate in one group, added one after the other."""
     fitting = list[str]()
     for name in names:
         with suppress(ValueError):  # two of them lie along the same positions

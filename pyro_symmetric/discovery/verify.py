@@ -436,6 +436,16 @@ def only(element: Element, moves: Collection[UnitMove]) -> Element:
     return Element(element.group, *parts, batch_shape=shape, dtype=torch.float64)
 
 
+def moved_sites(element: Element) -> set[str]:
+    """Return the sites that an element moves."""
+    group = element.group
+    neutral = group.identity(device=element.device, dtype=torch.float64)
+    names = set[str]()
+    for numbers, unmoved in zip(element.parts, neutral.parts, strict=True):
+        names |= {n for n in numbers if not torch.equal(numbers[n], unmoved[n])}
+    return {axis.site for name in names for axis in group.axes(name)}
+
+
 def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
     """Return the largest change of an entry, relative to the largest finite entry of
     the same output.
@@ -467,6 +477,7 @@ class _Copy:
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :ivar weights: the copy's own tensors, by site.
+    :ivar holds: the tensors from which unchanged ones were loaded.
     :ivar origin: the network's weights, with random numbers in place of constants.
     :raises InconclusiveError: if the network is on the meta device.
     """
@@ -486,17 +497,36 @@ class _Copy:
         self.original = net
         self.net = copied(net, torch.float64)
         self.weights = symmetry.weights_of(self.net)
+        self.holds = dict[str, Tensor]()
         self.origin = _weights_without_constants(symmetry, net)
         self.size = sum(value.numel() for value in self.origin.values())
         self.call = TensorsOnly(self.net, args, kwargs)
         self.symmetry = symmetry
         self.seed = drawn_seed()
 
-    def load(self, weights: Callable[[str], Tensor]) -> None:
-        """Load weights, site by site."""
+    def load(self, weights: Weights, anew: Collection[str] = ()) -> None:
+        """Load weights by site, but for those that the copy holds, as large ones take
+        time.
+
+        :param anew: sites that are loaded in any case: a network may change its own
+            weights.
+        """
         with torch.no_grad():
             for site, value in self.weights.items():
-                value.copy_(weights(site))
+                if site in anew or self.holds.get(site) is not weights[site]:
+                    value.copy_(weights[site])
+                    self.holds[site] = weights[site]
+
+    def replace(
+        self, sites: Collection[str], new: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        """Replace the weights of some sites, one after the other: each further array of
+        a large one takes time.
+        """
+        with torch.no_grad():
+            for site in sites:
+                self.holds.pop(site, None)
+                self.weights[site].copy_(new(site, self.weights[site]))
 
     def run(self, inputs: Sequence[Tensor], train: bool) -> list[Tensor] | None:
         """Run the copy, and restore its buffers; None if it has no train mode (at a
@@ -676,7 +706,7 @@ class _Outputs:
         self.copy = copy
         self.origin = origin
         self.inputs = inputs
-        self.copy.load(self._own)
+        self.copy.load(origin, anew=origin)
         self.before = dict[bool, list[Tensor] | None]()
         for train in (False, True):
             self.before[train] = self._run(train)
@@ -710,17 +740,17 @@ class _Outputs:
         in_eval = set(self.copy.symmetry.eval_only) & set(moves_in(group))
         in_both = set(moves_in(group)) - in_eval
         first = only(element, in_both) if in_eval else element
-        self.copy.load(lambda site: first.on_site(site, self._own(site)))
+        moved = moved_sites(first)
+        self.copy.load(self.origin, anew=moved)
+        self.copy.replace(moved, first.on_site)
         size = self._difference(train=True)
         if in_eval:
             second = only(element, in_eval)
-            weights = self.copy.weights
-            with torch.no_grad():
-                for site in {a.site for _, name in in_eval for a in group[name].axes}:
-                    weights[site].copy_(second.on_site(site, weights[site]))
+            self.copy.replace(moved_sites(second), second.on_site)
         size = max(size, self._difference(train=False))
         if not size < self.tolerance:
-            again = self._changes(self._own)
+            self.copy.load(self.origin, anew=self.origin)
+            again = self._largest_difference()
             if again >= self.tolerance:
                 raise InconclusiveError(
                     "inconclusive: the network is random. Its outputs at the same "
@@ -740,14 +770,17 @@ class _Outputs:
         :raises InconclusiveError: if that change is about as large as the outputs.
         """
 
-        def nudged(site: str) -> Tensor:
-            value = self._own(site)
+        def nudged(_: str, value: Tensor) -> Tensor:
             if not _real(value):
                 return value
             digit = torch.finfo(value.dtype).eps
             return value * (1 + digit * (2 * torch.rand_like(value) - 1))
 
-        size = max(self._changes(nudged) for _ in range(3))
+        size = 0.0
+        for _ in range(3):
+            self.copy.load(self.origin, anew=self.origin)
+            self.copy.replace(self.copy.weights, nudged)
+            size = max(size, self._largest_difference())
         if not ROUNDINGS * size < HOPELESS:
             raise InconclusiveError(
                 "inconclusive: the last digit of the weights changes outputs by "
@@ -764,7 +797,7 @@ class _Outputs:
         Which units may be exchanged shows in how they are read, on or off.
         """
         group = self.copy.symmetry.group
-        self.copy.load(self._own)
+        self.copy.load(self.origin)
         weights = {
             site: value
             for site, value in self.copy.weights.items()
@@ -787,17 +820,8 @@ class _Outputs:
         off = [name for name in multiplied if not _is_on(group[name], gradient)]
         return off if gradient else []
 
-    def _own(self, site: str) -> Tensor:
-        """Put a site's own weights into the copy, and return them: each further array
-        of a large site takes time.
-        """
-        return self.copy.weights[site].copy_(self.origin[site])
-
-    def _changes(self, weights: Callable[[str], Tensor]) -> float:
-        """Return the largest relative change of an output, in either mode, at other
-        weights, given by site.
-        """
-        self.copy.load(weights)
+    def _largest_difference(self) -> float:
+        """Return the largest relative change of an output, in either mode."""
         return max(self._difference(train) for train in (False, True))
 
     def _difference(self, train: bool) -> float:
