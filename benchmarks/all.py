@@ -9,6 +9,7 @@ measures, was changed after the record's commit. Each command runs as
 ``python -m benchmarks.record`` does, and its rows are kept in ``runs/all`` while it
 runs, so a night that was cut short goes on where it stopped. A command that fails is
 named at the end, and the others run. ``--hours`` starts nothing new after that time.
+What needs a GPU or a night stands last, and has no record until a machine makes it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Record:
 
     :ivar module: below ``benchmarks``.
     :ivar measures: rooms of the package whose changes make the record old.
-    :ivar arguments: of its command; ``None`` for those that are on record.
+    :ivar arguments: of its command.
     :ivar part: name of this run, of a module that has several.
     :ivar resumes: whether the module has ``--json``, for rows that are kept.
     :ivar needs: what this machine may lack; empty if nothing.
@@ -49,7 +50,7 @@ class Record:
 
     module: str
     measures: tuple[str, ...]
-    arguments: str | None = ""
+    arguments: str = ""
     part: str = ""
     resumes: bool = True
     needs: str = ""
@@ -71,16 +72,10 @@ class Record:
     def command(self) -> list[str]:
         """Return the arguments of ``benchmarks.record``."""
         part = ["--part", self.part] if self.part else []
-        arguments = shlex.split(self.arguments or "")
-        if self.arguments is None:
-            return [*part, self.module, *self._recorded_arguments()]
+        arguments = shlex.split(self.arguments)
         if self.resumes:
             arguments += ["--json", str((ROWS / f"{self.name}.json").relative_to(ROOT))]
         return [*part, self.module, *arguments]
-
-    def _recorded_arguments(self) -> list[str]:
-        command = json.loads(self.path.read_text())["command"]
-        return shlex.split(command)[3:]  # after python -m benchmarks.module
 
 
 # In order of worth: first what README and the explanations quote.
@@ -93,8 +88,21 @@ RECORDS = (
     Record(
         "performance.symmetrized_cost",
         GUIDES,
-        "--widths 32 128 512 1024 --rounds 5",
+        "--widths 32 128 512 --rounds 5",
         resumes=False,
+    ),
+    Record(
+        "posteriordb.speed",
+        SAMPLERS,
+        "--posteriors eight_schools-eight_schools_noncentered --seeds 3 --no-progress",
+        needs="NumPyro",
+    ),
+    Record(
+        "experiments.gelberg_2024.width_study",
+        GUIDES,
+        "--data mnist --data-dir data --widths 32 128 --no-progress "
+        "--methods mean-field infonce-15 sinkhorn-4",
+        needs="mnist10k",
     ),
     Record(
         "performance.evidence",
@@ -102,64 +110,92 @@ RECORDS = (
         "--particles 200 --moves 3 --seeds 3 --draws 250 --no-progress",
     ),
     Record(
+        "experiments.rossi_2023.barrier_curves",
+        ALIGNMENT,
+        "--data-dir data --data mnist --pool 2 --depth 2 --width 128 --seeds 3 "
+        "--prior-variance 0.02 --steps 1000 --test 1000 --draws 8 --no-progress",
+        needs="mnist10k",
+    ),
+    Record(
+        "experiments.laurent_2024.functional_collapse",
+        ("ensembles.py",),
+        "--seeds 3 --residual-members 100 --no-progress",
+    ),
+    Record("experiments.gelberg_2024.mixture_target", GUIDES, "--no-progress"),
+    Record(
+        "experiments.gelberg_2024.two_weight_network",
+        GUIDES,
+        "--distances 0.5 1.5 2 4 --seeds 3 --no-progress",
+    ),
+    Record(
         "performance.calibration",
         SAMPLERS,
-        "--replications 1000 --draws 127 --only NUTS 'two priors'",
+        "--replications 1000 --draws 127 --only NUTS 'accepts always' --seeds 3 "
+        "--no-progress",
         part="nuts",
         resumes=False,
     ),
+    Record("experiments.rossi_2023.mirrored_gaussians", ("alignment",), "--seeds 3"),
     Record(
         "performance.alignment",
         ALIGNMENT,
-        "timing --depths 1 2 3 4 --widths 64 128 256 512 1024",
+        "timing --depths 1 3 --widths 64 256 1024 --channels 4 16",
         part="timing",
         resumes=False,
     ),
     Record(
-        "performance.alignment",
-        ALIGNMENT,
-        "timing --widths --channels 4 8 16 32 64",
-        part="resnet20",
-        resumes=False,
+        "experiments.laurent_2024.unit_marginals",
+        COMPARISON,
+        "--root data --seeds 3 --no-progress",
+        needs="uci",
     ),
-    Record(
-        "experiments.gelberg_2024.width_study",
-        GUIDES,
-        "--data mnist --data-dir data --widths 32 128 --no-progress",
-        needs="mnist",
-    ),
-    Record(
-        "experiments.gelberg_2024.width_study",
-        GUIDES,
-        "--data mnist --data-dir data --widths 64 256 512 --seeds 3 --no-progress "
-        "--methods mean-field infonce-15 sinkhorn-4",
-        part="images28",
-        needs="mnist",
-    ),
-    Record("experiments.gelberg_2024.mixture_target", GUIDES, "--no-progress"),
-    Record("experiments.gelberg_2024.two_weight_network", GUIDES, "--no-progress"),
+    Record("experiments.laurent_2024.two_blobs", COMPARISON, "--no-progress"),
     Record(
         "experiments.gelberg_2024.mode_proximity",
         ("alignment", "canonical", "groups"),
-        "--widths 8 16 32 64 128 --no-progress",
+        "--widths 8 32 128 --no-progress",
     ),
-    Record("experiments.rossi_2023.mirrored_gaussians", ("alignment",), "--seeds 3"),
-    Record("experiments.rossi_2023.log_posterior_map", ALIGNMENT, "--no-progress"),
+    Record(
+        "experiments.rossi_2023.log_posterior_map",
+        ALIGNMENT,
+        "--points 9 --no-progress",
+    ),
     Record(
         "experiments.rossi_2023.barrier_curves",
         ALIGNMENT,
-        "--data-dir data --data mnist --pool 2 --depth 2 --width 64 128 --seeds 3 "
-        "--prior-variance 0.001 0.02 --steps 1000 --test 1000 --rows 500 --draws 8 "
+        "--data-dir data --data mnist --pool 2 --depth 2 --width 128 --seeds 3 "
+        "--prior-variance 0.02 --train 200 --temperature 0.1 --steps 1000 --draws 8 "
         "--no-progress",
-        needs="mnist",
+        part="few_images",
+        needs="mnist10k",
+    ),
+    # A night of two cores, or a GPU, and what a machine may lack.
+    Record(
+        "experiments.laurent_2024.approximations",
+        ("study", *COMPARISON, *GUIDES),
+        "--data-root data --out runs/approximations --seeds 3 --max-train 1000 "
+        "--members 400 --modes 4 --draws 400",
+        resumes=False,
+        needs="a night",
     ),
     Record(
-        "experiments.rossi_2023.barrier_curves",
-        ALIGNMENT,
-        "--data-dir data --data mnist --pool 2 --depth 2 --width 64 128 --seeds 3 "
-        "--prior-variance 0.02 --train 200 --temperature 1 0.1 0.01 --no-progress",
-        part="few_images",
-        needs="mnist",
+        "posteriordb.accuracy", SAMPLERS, "--no-progress", needs="a night, posteriordb"
+    ),
+    Record(
+        "posteriordb.speed",
+        SAMPLERS,
+        "--seeds 3 --no-progress",
+        part="all",
+        needs="a night, posteriordb, NumPyro",
+    ),
+    Record("performance.saas", SAMPLERS, "--no-progress", needs="a night, NumPyro"),
+    Record(
+        "experiments.gelberg_2024.width_study",
+        GUIDES,
+        "--data mnist --data-dir data --widths 64 256 512 --no-progress "
+        "--methods mean-field infonce-15 sinkhorn-4",
+        part="images28",
+        needs="a night, mnist10k",
     ),
     Record(
         "experiments.rossi_2023.barrier_curves",
@@ -167,7 +203,7 @@ RECORDS = (
         "--data-dir data --data mnist --width 512 --prior-variance 0.02 --seeds 3 "
         "--no-progress",
         part="wide",
-        needs="mnist",
+        needs="a GPU, mnist",
     ),
     Record(
         "experiments.rossi_2023.barrier_curves",
@@ -176,61 +212,39 @@ RECORDS = (
         "--prior-variance 0.05 --steps 400 --lr 0.01 --batch 128 --draws 8 --points 9 "
         "--no-progress",
         part="resnet20",
-    ),
-    Record("experiments.laurent_2024.two_blobs", COMPARISON, "--no-progress"),
-    Record("experiments.laurent_2024.unit_marginals", COMPARISON, "--no-progress"),
-    Record(
-        "experiments.laurent_2024.functional_collapse",
-        ("ensembles.py",),
-        "--residual-members 100 --no-progress",
-    ),
-    Record(
-        "experiments.laurent_2024.functional_collapse",
-        ("ensembles.py",),
-        "--seeds 3 --widths --residual-members 100 --no-progress",
-        part="residual",
+        needs="a night",
     ),
     Record(
         "experiments.laurent_2024.hmc_or_ensemble",
         (*COMPARISON, *SAMPLERS),
-        "--noises 0.5 --draws 4000 --no-progress",
+        "--root data --noises 0.5 0.1 --draws 4000 --seeds 3 --no-progress",
+        needs="a night, uci",
     ),
     Record(
-        "experiments.laurent_2024.hmc_or_ensemble",
-        (*COMPARISON, *SAMPLERS),
-        "--noises 0.5 0.1 --draws 1000 --no-progress",
-        part="figures",
+        "experiments.laurent_2024.two_circles",
+        COMPARISON,
+        "--no-progress",
+        needs="a night",
     ),
-    Record("experiments.laurent_2024.two_circles", COMPARISON, "--no-progress"),
     Record(
-        "experiments.laurent_2024.approximations",
-        ("study", *COMPARISON, *GUIDES),
-        "--out runs/approximations --seeds 3 --max-train 1000 --members 400 "
-        "--modes 4 --draws 400",
-        resumes=False,
+        "experiments.laurent_2024.resnet18_mass",
+        ("canonical",),
+        "--no-progress",
+        needs="a night",
     ),
-    Record("experiments.laurent_2024.resnet18_mass", ("canonical",), "--no-progress"),
     Record(
         "experiments.laurent_2024.optunet",
         COMPARISON,
         "--data-dir data --seeds 3 --no-progress",
-        needs="mnist",
+        needs="a GPU, mnist",
     ),
     Record(
         "experiments.laurent_2024.residual_reference",
         ("study", *COMPARISON, *GUIDES),
         "--out runs/residual_reference",
         resumes=False,
+        needs="a GPU",
     ),
-    Record("posteriordb.accuracy", SAMPLERS, None, needs="posteriordb"),
-    Record("posteriordb.speed", SAMPLERS, None, needs="posteriordb, NumPyro"),
-    Record(
-        "posteriordb.speed", SAMPLERS, None, part="more", needs="posteriordb, NumPyro"
-    ),
-    Record(
-        "posteriordb.speed", SAMPLERS, None, part="slow", needs="posteriordb, NumPyro"
-    ),
-    Record("performance.saas", SAMPLERS, "--no-progress", needs="NumPyro"),
 )
 
 

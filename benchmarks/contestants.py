@@ -121,6 +121,7 @@ def ours(
     chains: int | None = None,
     engine: str = "auto",
     args: tuple[Tensor, ...] = (),
+    seed: int = 0,
 ) -> Run:
     """One of this library's samplers, twice: what the first run takes has compiling,
     unless programs were kept.
@@ -143,7 +144,7 @@ def ours(
             num_samples=draws,
             engine=engine,
             dtype=problem.dtype,
-            seed=0,
+            seed=seed,
             progress=False,
             **given,
         )
@@ -168,6 +169,7 @@ def numpyro_run(
     chains: int,
     dense: bool,
     method: str = "vectorized",
+    seed: int = 0,
 ) -> Run:
     """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another
     (``"sequential"``).
@@ -199,7 +201,7 @@ def numpyro_run(
         mcmc.run(key)
         return mcmc.get_samples(group_by_chain=True)
 
-    keys = jax.random.split(jax.random.PRNGKey(0), (chains // together, 2))
+    keys = jax.random.split(jax.random.PRNGKey(seed), (chains // together, 2))
 
     def timed() -> tuple[Any, float, float]:
         begun = processor_seconds()
@@ -220,13 +222,15 @@ def numpyro_run(
     )
 
 
-def pyro_run(problem: Problem, warmup: int, draws: int) -> Run:
-    """Pyro's NUTS, one chain of a tenth of the iterations."""
+def pyro_run(
+    problem: Problem, warmup: int, draws: int, part: float = 0.1, seed: int = 0
+) -> Run:
+    """Pyro's NUTS, one chain of a part of the iterations."""
     from pyro.infer import MCMC, NUTS
 
     model = problem.in_pyro()
-    pyro.set_rng_seed(0)
-    draws, warmup = max(10, draws // 10), max(10, warmup // 10)
+    pyro.set_rng_seed(seed)
+    draws, warmup = (max(10, round(part * count)) for count in (draws, warmup))
     mcmc = MCMC(
         NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True
     )

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,7 +145,7 @@ class Results:
         columns: Mapping[str, tuple[str | Callable[[Row], float | None], int]],
         **key: Any,
     ) -> None:
-        """Print mean and deviation over seeds, a line for each combination of the
+        """Print mean and standard error over seeds, a line for each combination of the
         entries ``by``.
 
         :param columns: heading -> an entry, or a function of a row, and digits. Seeds
@@ -161,16 +162,22 @@ class Results:
                 lines[-1].append(
                     spread((value for value in values if value is not None), digits)
                 )
-        print_table(f"{title}; mean ± sd over seeds", [", ".join(by), *columns], lines)
+        seeds = max(map(len, groups.values()), default=0)
+        if seeds > 1:
+            title += f"; mean ± standard error over {seeds} seeds"
+        print_table(title, [", ".join(by), *columns], lines)
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
-    """Mean and, from two values on, standard deviation over seeds."""
+    """Return the mean and, from two values on, its standard error."""
     values = list(values)
     if not values:
         return "-"
     mean = f"{np.mean(values):.{digits}f}"
-    return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
+    if len(values) == 1:
+        return mean
+    error = np.std(values, ddof=1) / math.sqrt(len(values))
+    return f"{mean} ± {error:.{digits}f}"
 
 
 def print_table(

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import print_table, spread
 from benchmarks.networks import Recurrent, perceptron, transformer
 from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
@@ -219,10 +220,6 @@ def error_of(found: Weights, weights: Weights) -> float:
 
 
 def timing(options: argparse.Namespace) -> None:
-    print(
-        f"{'seconds, and cost as a share of the initial':<44} {'networks':>17} "
-        f"{'Gaussians':>20}"
-    )
     cases: dict[str, Case] = {}
     for sizes in (
         (784, *[width] * depth, 10)
@@ -238,29 +235,36 @@ def timing(options: argparse.Namespace) -> None:
             partial(resnet20, width=width),
             torch.randn(2, 3, 32, 32),
         )
+    lines = []
     for name, (make, x) in cases.items():
         group = find_symmetry(make(), x, verify=False).permutations
-        torch.manual_seed(0)
-        pair = [parameters(make()) for _ in range(2)]
-        spread = [
-            {site: value.abs() for site, value in weights.items()} for weights in pair
-        ]
-        columns = []
-        for sources in (
-            pair,
-            [GaussianWeights(*moments) for moments in zip(pair, spread, strict=True)],
-        ):
-            start = time.perf_counter()
-            result = align(sources[0], sources[1], group)
-            columns.append(
-                (time.perf_counter() - start, result.cost / result.initial_cost)
-            )
-        (plain, ratio), (gaussian, gaussian_ratio) = columns
-        print(
-            f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} "
-            f"{gaussian_ratio:>8.5f}",
-            flush=True,
-        )
+        found = [timed(make, group, seed) for seed in range(options.seeds)]
+        columns = zip(*found, strict=True)
+        lines.append([name, *(spread(values) for values in columns)])
+    print_table(
+        "seconds of an alignment, and cost as a share of the initial one; "
+        f"mean ± standard error over {options.seeds} pairs",
+        ["network", "seconds", "cost", "seconds, Gaussians", "cost, Gaussians"],
+        lines,
+    )
+
+
+def timed(make: Callable[[], nn.Module], group: Group, seed: int) -> list[float]:
+    """Align a pair of networks, and of Gaussians of their moments: seconds, costs."""
+    torch.manual_seed(seed)
+    pair = [parameters(make()) for _ in range(2)]
+    deviations = [
+        {site: value.abs() for site, value in weights.items()} for weights in pair
+    ]
+    gaussians = [
+        GaussianWeights(*moments) for moments in zip(pair, deviations, strict=True)
+    ]
+    found = []
+    for source, reference in (pair, gaussians):
+        start = time.perf_counter()
+        result = align(source, reference, group)
+        found += [time.perf_counter() - start, result.cost / result.initial_cost]
+    return found
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -287,6 +291,7 @@ def main() -> None:
         default=[],
         help="timing: of the first layers of ResNet-20s",
     )
+    parser.add_argument("--seeds", type=int, default=3, help="timing: pairs")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

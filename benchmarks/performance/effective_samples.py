@@ -72,11 +72,14 @@ def run(
             lambda _: kernel,
             chains,
             args=(own.x, own.y),
+            seed=seed,
         )
     elif sampler == "NumPyro":
-        found = numpyro_run(problem, options.warmup, options.draws, chains, dense=False)
+        found = numpyro_run(
+            problem, options.warmup, options.draws, chains, dense=False, seed=seed
+        )
     else:
-        found = pyro_run(problem, options.warmup, options.draws)
+        found = pyro_run(problem, options.warmup, options.draws, seed=seed)
     return found.row(functools.partial(predictions, own=own, inputs=inputs))
 
 

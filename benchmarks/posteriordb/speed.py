@@ -11,10 +11,11 @@ seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being
 compiled; ``cold`` with compiling, which NumPyro does in every process and this library
 once (its programs are kept on disk: empty PyTorch's cache for a first run's figures).
 NumPyro runs 4 chains one after another and at once, and 64 at once, each with a
-diagonal and with a dense mass matrix; its best counts, for each column apart. Chains
-whose R-hat exceeds 1.05 sampled something else and count as no draws. All figures of a
-posterior come from one process: compare ratios, not seconds, if the machine has other
-work.
+diagonal and with a dense mass matrix; its best counts, for each column apart. Pyro runs
+one chain, of a tenth of the iterations or of all. Chains whose R-hat exceeds 1.05
+sampled something else and count as no draws. All figures of a posterior come from one
+process: compare ratios, not seconds, if the machine has other work. Seeds after the
+first find all compiled, and have no ``cold``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import argparse
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from benchmarks.posteriordb.catalogue import ENTRIES
 from benchmarks.posteriordb.database import Database
 
 R_HAT = 1.05
-OURS: dict[str, Callable[[Problem, int, int], Run]] = {
-    "chosen": lambda problem, warmup, draws: ours(problem, None, draws),
+OURS: dict[str, Callable[..., Run]] = {
+    "chosen": lambda problem, warmup, draws, seed: ours(
+        problem, None, draws, seed=seed
+    ),
     **{
         f"{kind.__name__}, {chains} chains": partial(
             ours, kind=kind, chains=chains, engine="compiled"
@@ -46,27 +49,32 @@ OURS: dict[str, Callable[[Problem, int, int], Run]] = {
         for kind, chains in ((ps.NUTS, 4), (ps.AdaptiveHMC, 16))
     },
 }
-NUMPYRO: dict[str, Callable[[Problem, int, int], Run]] = {
+NUMPYRO: dict[str, Callable[..., Run]] = {
     f"NumPyro, {chains} {method}, {'dense' if dense else 'diagonal'}": partial(
         numpyro_run, chains=chains, dense=dense, method=method
     )
     for chains, method in ((4, "vectorized"), (4, "sequential"), (64, "vectorized"))
     for dense in (False, True)
 }
-PYRO: dict[str, Callable[[Problem, int, int], Run]] = {"Pyro": pyro_run}
+PYRO: dict[str, Callable[..., Run]] = {
+    "Pyro": pyro_run,
+    "Pyro, all iterations": partial(pyro_run, part=1.0),
+}
 COLUMNS = {"sampling": "draws a second", "warm": "with warm-up", "cold": "all"}
 
 
-def row(options: argparse.Namespace, posterior: str, contestant: str) -> Row:
+def row(options: argparse.Namespace, posterior: str, contestant: str, seed: int) -> Row:
     entry = ENTRIES[posterior]
     arrays = tuple(
         np.asarray(array)
         for array in entry.read(Database(options.root).data(posterior))
     )
     problem = Problem(entry.write, arrays, getattr(torch, options.dtype))
-    return {**OURS, **NUMPYRO, **PYRO}[contestant](
-        problem, options.warmup, options.draws
-    ).row()
+    run = {**OURS, **NUMPYRO, **PYRO}[contestant]
+    found = run(problem, options.warmup, options.draws, seed=seed).row()
+    if seed:
+        found["all"] = math.nan
+    return found
 
 
 def best(rows: list[Row], column: str) -> float:
@@ -109,52 +117,70 @@ def main() -> None:
     known = [*OURS, *(NUMPYRO if importlib.util.find_spec("numpyro") else ()), *PYRO]
     chosen = [name for name in known if name in options.contestants]
     results = Results.of(options, "draws", "warmup", "dtype")
-    results.fill(partial(row, options), posterior=options.posteriors, contestant=chosen)
+    results.fill(
+        partial(row, options),
+        posterior=options.posteriors,
+        seed=range(options.seeds),
+        contestant=chosen,
+    )
     for posterior in options.posteriors:
-        rows = results.find(posterior=posterior)
-        cells = [
-            [
-                f"{own[name]:.4g}"
-                for name in ("worst effective", "R-hat", *COLUMNS.values())
-            ]
-            for own in rows
-        ]
-        lines = [
-            [own["contestant"], *line] for own, line in zip(rows, cells, strict=True)
-        ]
-        print_table(
-            posterior, ["contestant", "worst effective", "R-hat", *COLUMNS], lines
-        )
-    ratios(results, options.posteriors, [name for name in chosen if name in OURS])
+        lines = []
+        for contestant in chosen:
+            rows = results.find(posterior=posterior, contestant=contestant)
+            lines.append([contestant])
+            for name in ("worst effective", "R-hat", *COLUMNS.values()):
+                lines[-1].append(told([found[name] for found in rows]))
+        heads = ["contestant", "worst effective", "R-hat", *COLUMNS]
+        print_table(f"{posterior}; over {options.seeds} seeds", heads, lines)
+    ratios(results, options, [name for name in chosen if name in OURS])
 
 
-def ratios(results: Results, posteriors: list[str], names: list[str]) -> None:
+def told(values: list[float]) -> str:
+    """Return the mean of values that are known, with its standard error."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "-"
+    mean = f"{statistics.fmean(known):.4g}"
+    if len(known) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(known) / math.sqrt(len(known)):.2g}"
+
+
+def ratios(results: Results, options: argparse.Namespace, names: list[str]) -> None:
     """Print each of our samplers' effective draws a second over those of NumPyro's best
-    and of Pyro's.
+    and of Pyro's, seed by seed.
     """
     for title, peers in (("NumPyro's best", NUMPYRO), ("Pyro", PYRO)):
         for column, key in COLUMNS.items():
-            found: dict[str, list[float]] = {name: [] for name in names}
+            means: dict[str, list[float]] = {name: [] for name in names}
             lines = []
-            for posterior in posteriors:
-                rows = results.find(posterior=posterior)
-                theirs = best([own for own in rows if own["contestant"] in peers], key)
+            for posterior in options.posteriors:
+                lines.append([posterior])
                 for name in names:
-                    mine = best([own for own in rows if own["contestant"] == name], key)
-                    found[name].append(mine / theirs)
-                lines.append([posterior, *(f"{found[name][-1]:.3g}" for name in names)])
-            for label, summary in (("median", statistics.median), ("least", min)):
-                known = {
-                    name: [v for v in values if not math.isnan(v)]
-                    for name, values in found.items()
-                }
-                lines.append(
-                    [
-                        label,
-                        *(f"{summary(v):.3g}" if v else "-" for v in known.values()),
+                    found = [
+                        ratio(
+                            results.find(posterior=posterior, seed=seed),
+                            name,
+                            peers,
+                            key,
+                        )
+                        for seed in range(options.seeds)
                     ]
-                )
+                    lines[-1].append(told(found))
+                    means[name] += [v for v in found if not math.isnan(v)]
+            if len(options.posteriors) > 1:
+                for label, summary in (("median", statistics.median), ("least", min)):
+                    lines.append([label])
+                    for known in means.values():
+                        lines[-1].append(f"{summary(known):.3g}" if known else "-")
             print_table(f"Against {title}, {column}", ["posterior", *names], lines)
+
+
+def ratio(rows: list[Row], name: str, peers: Iterable[str], column: str) -> float:
+    """Return how many times the effective draws a second of the best peer one has."""
+    mine = best([found for found in rows if found["contestant"] == name], column)
+    theirs = best([found for found in rows if found["contestant"] in peers], column)
+    return mine / theirs
 
 
 if __name__ == "__main__":

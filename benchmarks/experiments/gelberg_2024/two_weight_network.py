@@ -186,9 +186,11 @@ def run(problem: Problem, name: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse(parser(__doc__, seeds=5), argv)
+    arguments = parser(__doc__, seeds=5)
+    arguments.add_argument("--distances", type=float, nargs="+", default=DISTANCES)
+    options = parse(arguments, argv)
     steps = 40 if options.quick else 400
-    distances = [1.0, 4.0] if options.quick else DISTANCES
+    distances = [1.0, 4.0] if options.quick else options.distances
     settings = {
         "steps": steps,
         "noise": NOISE,

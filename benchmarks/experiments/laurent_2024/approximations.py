@@ -17,7 +17,7 @@ reference; it is noisier there.
 Two tables: squared MMD to the reference as weights are and with symmetries removed
 (medians over kernels), accuracy and proper scores on test and training rows; and
 calibration errors, entropy and mutual information in and out of distribution, and
-scores of telling Fashion-MNIST apart. Mean and standard deviation over seeds. Under the
+scores of telling Fashion-MNIST apart. Mean and standard error over seeds. Under the
 tables: whether what the paper says holds here, counted. Calibration plots are in each
 seed's ``report.html``.
 """

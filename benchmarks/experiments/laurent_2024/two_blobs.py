@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         "not invariant",
         "modes by mean shift",
     )
-    print_table("mean ± sd over seeds", head, lines)
+    print_table("mean ± standard error over seeds", head, lines)
 
 
 if __name__ == "__main__":
