@@ -100,7 +100,7 @@ RECORDS = (
     Record(
         "experiments.gelberg_2024.width_study",
         GUIDES,
-        "--data mnist --data-dir data --widths 32 128 --no-progress "
+        "--data mnist --data-dir data --pool 4 --widths 32 128 --no-progress "
         "--methods mean-field infonce-15 sinkhorn-4",
         needs="mnist10k",
     ),
@@ -112,7 +112,7 @@ RECORDS = (
     Record(
         "experiments.rossi_2023.barrier_curves",
         ALIGNMENT,
-        "--data-dir data --data mnist --pool 2 --depth 2 --width 128 --seeds 3 "
+        "--data-dir data --data mnist --pool 2 --depth 2 --width 64 128 --seeds 3 "
         "--prior-variance 0.02 --steps 1000 --test 1000 --draws 8 --no-progress",
         needs="mnist10k",
     ),
@@ -164,7 +164,7 @@ RECORDS = (
         "experiments.rossi_2023.barrier_curves",
         ALIGNMENT,
         "--data-dir data --data mnist --pool 2 --depth 2 --width 128 --seeds 3 "
-        "--prior-variance 0.02 --train 200 --temperature 0.1 --steps 1000 --draws 8 "
+        "--prior-variance 0.02 --train 200 --temperature 1 0.1 0.01 --steps 1000 --draws 8 "
         "--no-progress",
         part="few_images",
         needs="mnist10k",

@@ -14,11 +14,12 @@ over draws of the guide; the ELBO of the guide; and its *symmetrised ELBO*, for 
 methods alike by SinkhornImportance(JUDGE): a lower bound of the ELBO of the symmetrised
 guide, which itself is a lower bound of the evidence. Their difference, of at most
 log|G| = log WIDTH!, is what the orbit is worth; what each method's own objective saw of
-it is shown beside it.
+it is shown beside it. Differences from the plain guide are paired by seed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -228,9 +229,25 @@ def report(results: Results, options: Any) -> None:
         "active units": ("active_units", 1),
         "s/step": ("seconds_per_step", 4),
     }
+
+    def gained(row: Row, measure: str) -> float | None:
+        """Return a measure less that of the plain guide of the same seed."""
+        if row["method"] == "mean-field":
+            return None
+        key = {name: row[name] for name in ("data", "seed", "width")}
+        plain = results.find(**key, method="mean-field")
+        return row[measure] - plain[0][measure] if plain else None
+
+    for measure, heading, digits in (
+        ("accuracy", "accuracy gained", 4),
+        ("nll", "NLL gained", 4),
+        ("symmetrized_elbo", "symmetrised ELBO gained", 1),
+    ):
+        columns[heading] = (functools.partial(gained, measure=measure), digits)
     for name in options.data:
+        rows = results.find(data=name)
         title = (
-            f"{options.train} training rows of {name}, inputs pooled {options.pool} x "
+            f"{options.train} training rows of {rows[0]['title']}, inputs pooled {options.pool} x "
             f"{options.pool}, {options.steps} "
             f"steps of {options.batch} rows; in nats; symmetrised ELBO by "
             f"SinkhornImportance({options.judge}) for all"

@@ -398,7 +398,11 @@ def report(results: Results, options: Any) -> None:
                 "train s": ("train_seconds", 0),
             }
             unit = "nats per row" if "error" not in measure else "share of rows"
-            title = f"{name}, {measure} ({unit}); {options.net}, {options.draws} draws a point, {options.steps} steps"
+            images = results.find(data=name)[0]["title"]
+            title = (
+                f"{images}, {measure} ({unit}); {options.net}, {options.draws} draws a "
+                f"point, {options.steps} steps"
+            )
             results.table(
                 title,
                 ["kind", "width", "temperature", "prior_variance"],
