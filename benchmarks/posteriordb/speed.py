@@ -26,6 +26,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +115,10 @@ def main() -> None:
     options = parse(arguments)
     if options.quick:
         options.draws, options.warmup = 40, 40
-    known = [*OURS, *(NUMPYRO if importlib.util.find_spec("numpyro") else ()), *PYRO]
+    known = [*OURS, *PYRO]
+    if importlib.util.find_spec("numpyro"):
+        known += NUMPYRO
+        print(", ".join(f"{name} {version(name)}" for name in ("numpyro", "jax")))
     chosen = [name for name in known if name in options.contestants]
     results = Results.of(options, "draws", "warmup", "dtype")
     results.fill(
