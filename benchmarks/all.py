@@ -190,6 +190,15 @@ RECORDS = (
     ),
     Record("performance.saas", SAMPLERS, "--no-progress", needs="a night, NumPyro"),
     Record(
+        "performance.first_use", SAMPLERS, "--no-progress", needs="a night, NumPyro"
+    ),
+    Record(
+        "performance.effective_samples",
+        SAMPLERS,
+        "--no-progress",
+        needs="a night, NumPyro",
+    ),
+    Record(
         "experiments.gelberg_2024.width_study",
         GUIDES,
         "--data mnist --data-dir data --widths 64 256 512 --no-progress "

@@ -5,6 +5,7 @@ processor time of each.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -102,8 +103,8 @@ class Run:
 
 def processor_seconds() -> float:
     """Of this process and of the compilers that it started."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    children = os.times()  # in hundredths of a second
+    return time.process_time() + children.children_user + children.children_system
 
 
 def coordinates(samples: dict[str, Tensor]) -> Tensor:
@@ -116,22 +117,22 @@ def coordinates(samples: dict[str, Tensor]) -> Tensor:
 def ours(
     problem: Problem,
     warmup: int | None,
-    draws: int,
+    draws: int | None,
     kind: Callable[[Any], Any] = lambda model: model,
     chains: int | None = None,
     engine: str = "auto",
-    args: tuple[Tensor, ...] = (),
+    args: tuple[Any, ...] = (),
     seed: int = 0,
 ) -> Run:
     """One of this library's samplers, twice: what the first run takes has compiling,
     unless programs were kept.
 
-    :param warmup: ``None``: as the library decides.
+    :param warmup, draws: ``None``: as the library decides.
     :param kind: model -> kernel. By default the library chooses the sampler.
     :param args: arguments of the model, if ``kind`` takes another one.
     """
     model = problem.in_pyro()
-    asked = {"num_warmup": warmup, "num_chains": chains}
+    asked = {"num_warmup": warmup, "num_samples": draws, "num_chains": chains}
 
     def timed() -> tuple[ps.Posterior, float]:
         given: dict[str, Any] = {
@@ -141,7 +142,6 @@ def ours(
         found = ps.sample(
             kind(model),
             *args,
-            num_samples=draws,
             engine=engine,
             dtype=problem.dtype,
             seed=seed,
@@ -175,14 +175,17 @@ def numpyro_run(
     (``"sequential"``).
 
     NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are
-    compiled here, once, so that the second run is all sampling.
+    compiled here, once, so that the second run is all sampling. Sites come in the order
+    of the model, which JAX forgets.
     """
     import jax
+    from numpyro import handlers
     from numpyro.infer import MCMC, NUTS
 
+    model = problem.in_numpyro()
     together = chains if method == "vectorized" else 1
     mcmc = MCMC(
-        NUTS(problem.in_numpyro(), dense_mass=dense),
+        NUTS(model, dense_mass=dense),
         num_warmup=warmup,
         num_samples=draws,
         num_chains=together,
@@ -215,8 +218,11 @@ def numpyro_run(
 
     _, *compiling = timed()
     found, *seconds = timed()
+    order = handlers.trace(handlers.seed(model, 0)).get_trace()
     return Run(
-        coordinates({name: torch.as_tensor(value) for name, value in found.items()}),
+        coordinates(
+            {name: torch.as_tensor(found[name]) for name in order if name in found}
+        ),
         *seconds,
         sum(compiling),
     )

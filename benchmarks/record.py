@@ -23,11 +23,13 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "pyro-ppl", "numpy", "scipy")
+PEERS = ("numpyro", "jax")  # where they are installed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,6 +108,7 @@ def surroundings() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
+            **{name: version(name) for name in PEERS if find_spec(name)},
         },
     }
 

@@ -1,123 +1,144 @@
-"""Effective samples of the worst prediction per second: this library beside NumPyro's
-and Pyro's NUTS.
+"""Effective draws a processor second on eleven ordinary models: this library's
+``sample`` and NumPyro's NUTS, in turn.
 
-    python -m benchmarks.performance.effective_samples [--root data] [--target a b]
-    [--chains 4 64] [--json FILE]
+    python -m benchmarks.performance.effective_samples [--model linear ...]
+    [--json FILE]
 
-The targets are those of ``sampler_gradients``, of which every tenth row is held out to
-predict. Weights have copies, so that their own effective samples say nothing; the
-predictions of held-out rows have none. All contestants are at their defaults, warm-up
-included; seconds are processor time, without compiling. Pyro runs one chain for a tenth
-of the iterations. NumPyro takes part where it is installed.
+What counts is the worst coordinate's effective sample size (bulk, of all chains, as
+ArviZ computes it). Components of a mixture may exchange their labels, so those of each
+draw are ordered by their means first. Each library runs each model in a fresh process,
+twice: ``cold`` are effective draws over the seconds of a first call, with compiling but
+without imports; ``warm`` over those of the second call, with warm-up; ``sampling``
+without it. Ours is a call with nothing but the model, which ends at 1,000 effective
+draws; NumPyro runs 4 chains at once, of 1,000 iterations of warm-up and 1,000 draws,
+and compiles both once for both calls. Both have one thread and compute in single
+precision. NumPyro takes part where it is installed.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import pyro_symmetric as ps
-from benchmarks.contestants import Run, numpyro_run, ours, pyro_run
-from benchmarks.harness import Results, parse, parser
-from benchmarks.performance.sampler_gradients import Target, target
+from benchmarks.contestants import Problem, numpyro_run, ours
+from benchmarks.harness import Results, Row, parse, parser
+from benchmarks.performance.eleven_models import models
+from benchmarks.performance.side_by_side import (
+    OURS,
+    in_fresh_process,
+    libraries,
+    print_ratios,
+)
 
-KERNELS = {"NUTS": ps.NUTS, "AdaptiveHMC": ps.AdaptiveHMC}
+CALL = """
+import json, sys
+from benchmarks.performance.effective_samples import measured
+name, seed, library, quick = sys.argv[1:]
+print(json.dumps(measured(name, int(seed), library, quick == "True")))
+"""
+RATES = ("cold", "warm", "sampling")
 
 
-def held_out(whole: Target) -> tuple[Target, Tensor]:
-    """The target without every tenth row, and the inputs of these."""
-    out = torch.arange(len(whole.x)) % 10 == 0
-    return Target(
-        whole.x[~out].contiguous(),
-        whole.y[~out].contiguous(),
-        whole.hidden,
-        whole.outputs,
-    ), whole.x[out]
+def problem(name: str) -> Problem:
+    """Return both libraries' versions of a model."""
+    model, args = models()[name]
+    numbers = [value for value in args if not isinstance(value, Tensor)]
+    arrays = tuple(value.numpy() for value in args if isinstance(value, Tensor))
+
+    def write(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+        if lib is torch:
+            model(*numbers, *data)
+            return
+        from benchmarks.performance.eleven_numpyro import MODELS
+
+        MODELS[name](*numbers, *data)
+
+    return Problem(write, arrays)
 
 
-def predictions(draws: Tensor, own: Target, inputs: Tensor) -> Tensor:
-    """``(C, S, rows)``: outputs, or the first logit less the mean of all; sites come in
-    the order of the model.
+def ordered(draws: Tensor) -> Tensor:
+    """Order the components of a mixture by their means.
+
+    :param draws: ``(C, S, 3 * K)``: weights, means and scales.
     """
-    found = inputs
-    for layer, (below, above) in enumerate(own.sizes):
-        if layer:
-            found = found.relu() if own.classifies else found.tanh()
-        weight, bias, draws = draws.split(
-            [below * above, above, draws.shape[-1] - (below + 1) * above], -1
-        )
-        found = found @ weight.unflatten(-1, (above, below)).mT + bias.unsqueeze(-2)
-    return (
-        found[..., 0] - found.mean(-1) if own.classifies else found[..., 0]
-    ).double()
+    sites = draws.unflatten(-1, (3, -1))
+    by_mean = sites[..., 1:2, :].argsort(-1).expand_as(sites)
+    return sites.gather(-1, by_mean).flatten(-2)
 
 
-def run(
-    name: str, chains: int, sampler: str, seed: int, options: Any
-) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    own, inputs = held_out(target(name, options.root))
-    problem = own.problem()
-    if sampler in KERNELS:
-        kernel = KERNELS[sampler](own.model())
-        found: Run = ours(
-            problem,
-            options.warmup,
-            options.draws,
-            lambda _: kernel,
+def measured(name: str, seed: int, library: str, quick: bool) -> Row:
+    """Return effective draws, seconds, and rates of both calls of one library."""
+    torch.set_num_threads(1)
+    if library == OURS:
+        model, args = models()[name]
+        length: tuple[int | None, int | None, int | None] = (None, None, None)
+        warmup, draws, chains = (20, 20, 2) if quick else length
+        found = ours(
+            problem(name),
+            warmup,
+            draws,
+            lambda _: model,
             chains,
-            args=(own.x, own.y),
+            args=args,
             seed=seed,
         )
-    elif sampler == "NumPyro":
-        found = numpyro_run(
-            problem, options.warmup, options.draws, chains, dense=False, seed=seed
-        )
     else:
-        found = pyro_run(problem, options.warmup, options.draws, seed=seed)
-    return found.row(functools.partial(predictions, own=own, inputs=inputs))
+        warmup, draws, chains = (20, 20, 2) if quick else (1000, 1000, 4)
+        found = numpyro_run(
+            problem(name), warmup, draws, chains, dense=False, seed=seed
+        )
+    function = ordered if name.startswith("mixture") else Tensor.double
+    row = found.row(function)
+    return {
+        "draws": found.draws.shape[:2].numel(),
+        "effective": row["worst effective"],
+        "R-hat": row["R-hat"],
+        "first call, s": found.everything,
+        "warm-up, s": found.warmup,
+        "sampling, s": found.sampling,
+        "cold": row["all"],
+        "warm": row["with warm-up"],
+        "sampling": row["draws a second"],
+    }
+
+
+def run(model: str, seed: int, library: str, options: Any) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (model, str(seed), library, str(options.quick))
+        return in_fresh_process(CALL, Path(folder), *arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=1)
-    arguments.add_argument(
-        "--target", nargs="+", choices=["a", "b"], default=["a", "b"]
-    )
-    arguments.add_argument(
-        "--root",
-        type=Path,
-        help="folder that holds uci/energy; without, random numbers for (a)",
-    )
-    arguments.add_argument("--chains", type=int, nargs="+", default=[4, 64])
-    arguments.add_argument("--warmup", type=int, default=500)
-    arguments.add_argument("--draws", type=int, default=500)
+    names = list(models())
+    arguments.add_argument("--model", nargs="+", choices=names, default=names)
     options = parse(arguments, argv)
-    if options.quick:
-        options.chains, options.warmup, options.draws = [2], 20, 20
-    samplers = [
-        *KERNELS,
-        *(["NumPyro"] if importlib.util.find_spec("numpyro") else []),
-        "Pyro",
-    ]
-    results = Results.of(options, "warmup", "draws")
+    results = Results.of(options, "quick")
     grid = {
-        "name": options.target,
-        "chains": options.chains,
-        "sampler": samplers,
+        "model": options.model,
         "seed": range(options.seeds),
+        "library": libraries(),
     }
     results.fill(functools.partial(run, options=options), **grid)
-    columns: dict[str, tuple[Any, int]] = {name: (name, 2) for name in Run.COLUMNS}
+    columns: dict[str, tuple[Any, int]] = {
+        "draws": ("draws", 0),
+        "effective": ("effective", 0),
+        "R-hat": ("R-hat", 3),
+        **{f"{name}, s": (f"{name}, s", 1) for name in ("first call", "warm-up")},
+        "sampling, s": ("sampling, s", 1),
+        **{name: (name, 1) for name in RATES},
+    }
     results.table(
-        f"{options.warmup} + {options.draws} iterations",
-        ["name", "chains", "sampler"],
+        "effective draws of the worst coordinate, and how many a processor second",
+        ["model", "library"],
         columns,
     )
+    print_ratios(results, "effective draws a second, ours / NumPyro's", RATES)
 
 
 if __name__ == "__main__":
