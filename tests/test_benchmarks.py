@@ -126,7 +126,7 @@ def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_as
 
     problem = Problem(write, (np.arange(5.0),), torch.float64)
     runs = {
-        "ours": ours(problem, 100, 30, ps.NUTS, 2, "eager"),
+        "ours": ours(problem, 20, 30, ps.NUTS, 2, "eager"),
         "pyro": pyro_run(problem, 100, 100),
     }
     for name, (chains, draws) in {"ours": (2, 30), "pyro": (1, 10)}.items():
