@@ -35,6 +35,7 @@ EXPERIMENTS = {
     "experiments.rossi_2023.log_posterior_map": [],
     "performance.mmd": [],
     "performance.first_use": ["--model", "linear"],
+    "performance.effective_samples": ["--model", "linear"],
     "performance.test_levels": [],
     "performance.evidence": ["--only", "factors 1", "--seeds", "2"],
 }

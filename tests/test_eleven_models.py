@@ -73,3 +73,27 @@ def test_labels_of_a_mixture_are_ordered_by_their_means() -> None:
     first = (weights[0, 0, 0], means[0, 0, 0])
     pairs = sites[0, 0, :2].T.tolist()
     assert [value.item() for value in first] in pairs
+
+
+def test_ratios_are_those_of_one_model_and_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from benchmarks.harness import Results
+    from benchmarks.performance.side_by_side import NUMPYRO, OURS, print_ratios
+
+    results = Results(None, {})
+    seconds = {("line", 0): (1, 4), ("line", 1): (3, 4), ("curve", 0): (6, 2)}
+    for (model, seed), (mine, theirs) in seconds.items():
+        results.add({"model": model, "seed": seed, "library": OURS, "cold": mine})
+        peer = {"model": model, "seed": seed, "library": NUMPYRO, "cold": theirs}
+        results.add(peer)
+    results.add({"model": "alone", "seed": 0, "library": OURS, "cold": 1})
+    print_ratios(results, "seconds", ["cold"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-5:] == [
+        ["line", "0.50", "±", "0.25"],
+        ["curve", "3.00"],
+        ["median", "1.75"],
+        ["least", "0.50"],
+        ["greatest", "3.00"],
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -55,8 +54,8 @@ def in_fresh_process(code: str, programs: Path, *arguments: str) -> Row:
 
 
 def print_ratios(results: Results, title: str, measures: Sequence[str]) -> None:
-    """Print our measures over NumPyro's of the same model and seed, and the median and
-    the range over the models.
+    """Print our measures over NumPyro's of the same model and seed, with their standard
+    errors, and the median and the range over the models.
     """
     ratios: dict[str, list[list[float]]] = {}
     for row in results.find(library=OURS):
@@ -65,16 +64,17 @@ def print_ratios(results: Results, title: str, measures: Sequence[str]) -> None:
             ratios.setdefault(row["model"], []).append(quotients)
     if not ratios:
         return
-    lines, medians = [], []
+    lines = []
+    means: list[list[float]] = []
     for model, by_seed in ratios.items():
         columns = list(zip(*by_seed, strict=True))
         lines.append([model, *(spread(column, 2) for column in columns)])
-        medians.append([math.exp(statistics.fmean(map(math.log, c))) for c in columns])
+        means.append([statistics.fmean(column) for column in columns])
     for label, summary in (
         ("median", statistics.median),
         ("least", min),
         ("greatest", max),
     ):
-        values = [summary(column) for column in zip(*medians, strict=True)]
+        values = [summary(column) for column in zip(*means, strict=True)]
         lines.append([label, *(f"{value:.2f}" for value in values)])
-    print_table(f"{title}; mean ± sd over seeds", ["model", *measures], lines)
+    print_table(title, ["model", *measures], lines)
