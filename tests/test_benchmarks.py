@@ -169,3 +169,24 @@ def test_a_record_is_old_if_a_room_that_it_measures_changed_later(monkeypatch) -
     assert not every.age(every.Record("performance.no_such_record", ())).is_current
     assert all(f"benchmarks/{module.replace('.', '/')}.py" in call for call in asked)
     every._changes.cache_clear()
+
+
+def test_pictures_are_drawn_from_the_records_that_are_there(
+    tmp_path, monkeypatch
+) -> None:
+    from benchmarks import figures
+
+    monkeypatch.setattr(figures, "PICTURES", tmp_path / "measured")
+    figures.main()
+    stored = {path.name for path in (ROOT / "docs/_static/measured").glob("*.svg")}
+    assert stored == {path.name for path in (tmp_path / "measured").iterdir()}
+
+
+def test_a_table_of_a_record_is_read_with_its_standard_errors() -> None:
+    from benchmarks import figures
+
+    table = figures.tables("experiments.beyond.little_data")[
+        "plain → symmetrised training; paired differences ± standard errors"
+    ]
+    row = table[table["case"] == "digits 3 and 8, 40 rows, 50 tanh"]
+    assert figures.estimate(row["difference"].iloc[0, 0]) == (0.174, 0.014)
