@@ -150,6 +150,11 @@ RECORDS = (
     ),
     Record("experiments.laurent_2024.two_blobs", COMPARISON, "--no-progress"),
     Record(
+        "experiments.laurent_2024.two_circles",
+        COMPARISON,
+        "--networks 2000 --no-progress",
+    ),
+    Record(
         "experiments.gelberg_2024.mode_proximity",
         ("alignment", "canonical", "groups"),
         "--widths 8 32 128 --no-progress",
@@ -227,12 +232,6 @@ RECORDS = (
         (*COMPARISON, *SAMPLERS),
         "--root data --noises 0.5 0.1 --draws 4000 --seeds 3 --no-progress",
         needs="a night, uci",
-    ),
-    Record(
-        "experiments.laurent_2024.two_circles",
-        COMPARISON,
-        "--no-progress",
-        needs="a night",
     ),
     Record(
         "experiments.laurent_2024.resnet18_mass",
