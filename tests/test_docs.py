@@ -19,7 +19,7 @@ PAGES = {
 NEEDS = {"plots.md": "arviz_plots", "laplace-swag.md": "laplace"}  # of extras
 # what is long on a page -> what is enough to run it
 FEWER = {
-    r"\bpasses=\d+": "passes=2",
+    r"\bpasses=100\b": "passes=2",
     r"\b(num_samples|num_warmup|warmup_steps)=\d+": r"\1=10",
     r"\(4, 200\)": "(4, 10)",
     r"range\((500|1_000)\)": "range(5)",
