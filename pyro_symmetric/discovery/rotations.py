@@ -89,7 +89,21 @@ def _vanishes(
 
 
 def rotated(group: Group, names: Sequence[str]) -> Group:
-    """Return the group in which some units rotate, of those that still permute.
+    """Return the group in which some units rotate, of those that still permute: all, or
+    those that fit in one after the other.
+    """
+    with suppress(ValueError):
+        return _all_rotated(group, names)
+    fitting = list[str]()
+    for name in names:
+        with suppress(ValueError):  # two of them lie along the same positions
+            _all_rotated(group, [*fitting, name])
+            fitting.append(name)
+    return _all_rotated(group, fitting)
+
+
+def _all_rotated(group: Group, names: Sequence[str]) -> Group:
+    """Return the group in which units rotate, of those that still permute.
 
     Multipliers of the same entries are dropped, as they mix with rotations to more than
     a group here can hold; so are units whose moves don't fit in with rotations.
@@ -126,26 +140,13 @@ def confirmed(
     """
     remaining = tuple(names)
     while remaining:
-        try:
-            turning = rotated(group, remaining)
-        except ValueError:
-            remaining = _fitting(group, remaining)
-            continue
-        wrong = broken(turning.rotations)
+        turning = rotated(group, remaining).rotations
+        remaining = tuple(name for name in remaining if name in turning.units)
+        wrong = broken(turning)
         if not wrong:
             break
         remaining = tuple(name for name in remaining if name not in wrong)
     return remaining
-
-
-def _fitting(group: Group, names: Sequence[str]) -> tuple[str, ...]:
-    """Return units that can rotate in one group, added one after the other."""
-    fitting = list[str]()
-    for name in names:
-        with suppress(ValueError):  # two of them lie along the same positions
-            rotated(group, [*fitting, name])
-            fitting.append(name)
-    return tuple(fitting)
 
 
 def may_rotate(group: Group, units: Units) -> bool:

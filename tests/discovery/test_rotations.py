@@ -220,3 +220,27 @@ def test_wrong_rotations_are_refused(kind, seed):
         scales = 0.5 + 1.5 * torch.rand(3)
         model = relevance if kind == "relevance" else factor_model(scales)
         assert ps.find_symmetry(model, torch.randn(12, 5)).rotating == ()
+
+
+class Pooled(nn.Module):
+    """Attention by a learned query: its entries, and the heads' queries and keys, may
+    rotate, but not both in one group, as they meet in one matrix.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(self.probe.expand(len(x), -1, -1), x, x)[0]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_rotations_that_make_up_no_group_are_left_out_unverified_too(verify):
+    torch.manual_seed(0)
+    net = Pooled()
+    x = torch.randn(3, 5, 8)
+    symmetry = ps.find_symmetry(net, x, verify=verify).with_rotations()
+    assert symmetry.group.names("rotate")
+    assert ps.verify(symmetry, net, x)
