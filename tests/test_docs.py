@@ -58,7 +58,7 @@ def test_the_readmes_links_lead_somewhere() -> None:
     ] == []
 
 
-NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?"
+NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?"
 
 
 def quotations(page: Path) -> list[tuple[str, str]]:
@@ -72,15 +72,23 @@ def quotations(page: Path) -> list[tuple[str, str]]:
     return [(match[2], match[1]) for match in quoted if match]
 
 
-def numbers(text: str) -> set[str]:
-    return {n.replace(",", "") for n in re.findall(NUMBER, text)}
+def split_into_pairs(text: str) -> tuple[set[tuple[str, str]], set[str]]:
+    """Return the values with errors of a text, and its other numbers."""
+    plain = text.replace(",", "")
+    pairs = re.findall(rf"({NUMBER})\s+±\s+({NUMBER})", plain)
+    rest = re.sub(rf"{NUMBER}\s+±\s+{NUMBER}", "", plain)
+    return set(pairs), set(re.findall(NUMBER, rest))
 
 
-def stands(number: str, recorded: set[str]) -> bool:
-    """Return whether a number is recorded; one with decimals may be rounded."""
-    decimals = len(number.partition(".")[2])
-    rounded = {f"{float(n):.{decimals}f}" for n in recorded} if decimals else set()
-    return number in recorded | rounded
+def rounds_to(recorded: str, quoted: str) -> bool:
+    """Return whether a recorded number is the quoted one to all of its digits: of
+    those before the point, zeros at the end may stand for others.
+    """
+    decimals = len(quoted.partition(".")[2])
+    step = 10**-decimals
+    if not decimals:
+        step = 10 ** (len(quoted) - len(quoted.rstrip("0")))
+    return abs(float(recorded) - float(quoted)) <= 0.5 * step * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/explanation/measured.md"])
@@ -90,6 +98,13 @@ def test_quoted_figures_stand_in_their_records(page: str) -> None:
     for record, text in quoted:
         file = TREE / "benchmarks" / "results" / f"{record}.json"
         held = json.loads(file.read_text())
-        recorded = numbers(held["command"]) | numbers("\n".join(held["output"]))
-        missing = [n for n in numbers(text) if not stands(n, recorded)]
-        assert not missing, (record, missing)
+        recorded, numbers = split_into_pairs("\n".join(held["output"]))
+        everything = numbers | set(re.findall(NUMBER, held["command"]))
+        everything |= {number for pair in recorded for number in pair}
+        pairs, others = split_into_pairs(text)
+        assert others <= everything, (record, others - everything)
+        for value, error in pairs:
+            assert any(
+                rounds_to(recorded_value, value) and rounds_to(recorded_error, error)
+                for recorded_value, recorded_error in recorded
+            ), (record, value, error)
