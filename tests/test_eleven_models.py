@@ -18,25 +18,27 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numpyros_models_have_the_densities_of_ours() -> None:
     """At draws of the priors, in double precision; JAX's log gamma is off by 1e-8."""
     numpyro = pytest.importorskip("numpyro")
+    import jax.numpy as jnp
     import numpy as np
     import pyro
     import torch
     from pyro.poutine import block, condition, trace, uncondition
     from pyro.poutine.util import site_is_subsample
 
-    from benchmarks.performance import eleven_numpyro
+    from benchmarks.performance.eleven_densities import DENSITIES
     from benchmarks.performance.eleven_models import models
+    from benchmarks.performance.eleven_numpyro import in_numpyro
 
     ours = models()
-    assert list(ours) == list(eleven_numpyro.MODELS)
+    assert list(ours) == list(DENSITIES)
     numpyro.enable_x64()
     torch.set_default_dtype(torch.float64)
     try:
         for name, (model, args) in ours.items():
             arrays = [np.asarray(value) for value in args]
             doubled = [v.astype(float) if v.dtype.kind == "f" else v for v in arrays]
-            data = [torch.as_tensor(v) if v.ndim else int(v) for v in doubled]
-            theirs = tuple(map(eleven_numpyro.argument, doubled))
+            data = [torch.as_tensor(v) for v in doubled]
+            theirs = tuple(map(jnp.asarray, doubled))
             for seed in range(2):
                 pyro.set_rng_seed(seed)
                 prior = trace(block(uncondition(model), hide=["y"])).get_trace(*data)
@@ -47,7 +49,7 @@ def test_numpyros_models_have_the_densities_of_ours() -> None:
                 }
                 density = trace(condition(model, point)).get_trace(*data).log_prob_sum()
                 their_density, _ = numpyro.infer.util.log_density(
-                    eleven_numpyro.MODELS[name],
+                    in_numpyro(DENSITIES[name]),
                     theirs,
                     {},
                     {site: value.numpy() for site, value in point.items()},

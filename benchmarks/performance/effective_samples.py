@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.contestants import Problem, numpyro_run, ours
 from benchmarks.harness import Results, Row, parse, parser
+from benchmarks.performance.eleven_densities import DENSITIES
 from benchmarks.performance.eleven_models import models
 from benchmarks.performance.side_by_side import (
     OURS,
@@ -46,19 +47,8 @@ RATES = ("cold", "warm", "sampling")
 
 def problem(name: str) -> Problem:
     """Return both libraries' versions of a model."""
-    model, args = models()[name]
-    numbers = [value for value in args if not isinstance(value, Tensor)]
-    arrays = tuple(value.numpy() for value in args if isinstance(value, Tensor))
-
-    def write(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-        if lib is torch:
-            model(*numbers, *data)
-            return
-        from benchmarks.performance.eleven_numpyro import MODELS
-
-        MODELS[name](*numbers, *data)
-
-    return Problem(write, arrays)
+    _, data = models()[name]
+    return Problem(DENSITIES[name], tuple(value.numpy() for value in data))
 
 
 def ordered(draws: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.contestants import Run, numpyro_run, ours, pyro_run
-from benchmarks.harness import Results, parse, parser
-from benchmarks.performance.sampler_gradients import Target, target
+from benchmarks.harness import Results, parse
+from benchmarks.performance.sampler_gradients import Target, target, target_parser
 
 KERNELS = {"NUTS": ps.NUTS, "AdaptiveHMC": ps.AdaptiveHMC}
 
@@ -84,15 +83,7 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__, seeds=1)
-    arguments.add_argument(
-        "--target", nargs="+", choices=["a", "b"], default=["a", "b"]
-    )
-    arguments.add_argument(
-        "--root",
-        type=Path,
-        help="folder that holds uci/energy; without, random numbers for (a)",
-    )
+    arguments = target_parser(__doc__)
     arguments.add_argument("--chains", type=int, nargs="+", default=[4, 64])
     arguments.add_argument("--warmup", type=int, default=500)
     arguments.add_argument("--draws", type=int, default=500)

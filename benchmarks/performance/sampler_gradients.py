@@ -280,8 +280,9 @@ def compare(name: str, options: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
-    arguments = parser(__doc__, seeds=1)
+def target_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of options that choose targets, and the folder of their data."""
+    arguments = parser(description, seeds=1)
     arguments.add_argument(
         "--target", nargs="+", choices=["a", "b"], default=["a", "b"]
     )
@@ -290,6 +291,11 @@ def main() -> None:
         type=Path,
         help="folder that holds uci/energy; without, random numbers for (a)",
     )
+    return arguments
+
+
+def main() -> None:
+    arguments = target_parser(__doc__)
     arguments.add_argument(
         "--chains", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024]
     )
