@@ -1,10 +1,11 @@
-"""Draw the pictures of the page "What was measured", from the records alone.
+"""Draw the pictures of the page "What was measured".
 
     python -m benchmarks.figures
 
 Tables are read as the records hold them, in ``benchmarks/results``; distances and
-R-hats from the tables of the reference posteriors and their certificates. The pictures
-are written to ``docs/_static/measured``.
+R-hats from the leaderboard and the certificates of the reference posteriors, and
+verdicts from the page of networks. The pictures are written to
+``docs/_static/measured``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-REFERENCES = ROOT / "benchmarks" / "references"
-NETWORKS = ROOT / "docs" / "reference" / "networks.md"
-LEADERBOARD = ROOT / "docs" / "reference" / "leaderboard.csv"
-PICTURES = ROOT / "docs" / "_static" / "measured"
+from benchmarks.record import RESULTS
+from benchmarks.references.table import PAGES
+from pyro_symmetric.references import CERTIFICATE, CHECKOUT, reference_names
+
+PICTURES = Path(__file__).parents[1] / "docs" / "_static" / "measured"
 
 
 class Estimate(NamedTuple):
@@ -87,8 +87,10 @@ def agreement(axes: Axes) -> None:
     """Draw the R-hats of the chains of the reference posteriors."""
     spaces = {"weights": "s", "modulo symmetry": "o", "predictions": "x"}
     certificates = {
-        path.parent.name: json.loads(path.read_text())["samplers"]["NUTS"]
-        for path in sorted(REFERENCES.glob("*/certificate.json"))
+        name: json.loads((CHECKOUT / name / CERTIFICATE).read_text())["samplers"][
+            "NUTS"
+        ]
+        for name in reference_names()
     }
     for space, marker in spaces.items():
         points = [
@@ -108,7 +110,7 @@ def agreement(axes: Axes) -> None:
 
 def distances(axes: Axes) -> None:
     """Draw the distances of approximations from the reference posteriors."""
-    board = pd.read_csv(LEADERBOARD)
+    board = pd.read_csv(PAGES / "leaderboard.csv")
     for method, rows in board.groupby("method", sort=False):
         axes.errorbar(
             rows["predictions"],
@@ -129,7 +131,7 @@ def distances(axes: Axes) -> None:
 def found(axes: Axes) -> None:
     """Draw what became of the networks of each library."""
     counts = dict[str, dict[str, int]]()
-    for section in NETWORKS.read_text().split("\n## ")[1:]:
+    for section in (PAGES / "networks.md").read_text().split("\n## ")[1:]:
         library, _, text = section.partition("\n")
         rows = [line for line in text.splitlines() if line.startswith("|")][2:]
         verdicts = [row.split("|")[-2].strip() for row in rows]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,11 @@ def test_pictures_are_drawn_from_the_records_that_are_there(
     figures.main()
     stored = {path.name for path in (ROOT / "docs/_static/measured").glob("*.svg")}
     assert stored == {path.name for path in (tmp_path / "measured").iterdir()}
+    for name in stored:
+        text = (ROOT / "docs/_static/measured" / name).read_text()
+        # another Matplotlib draws the same in other words
+        if f"Matplotlib v{version('matplotlib')}" in text:
+            assert (tmp_path / "measured" / name).read_text() == text
 
 
 def test_a_table_of_a_record_is_read_with_its_standard_errors() -> None:

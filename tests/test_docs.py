@@ -81,14 +81,9 @@ def split_into_pairs(text: str) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def rounds_to(recorded: str, quoted: str) -> bool:
-    """Return whether a recorded number is the quoted one to all of its digits: of
-    those before the point, zeros at the end may stand for others.
-    """
-    decimals = len(quoted.partition(".")[2])
-    step = 10**-decimals
-    if not decimals:
-        step = 10 ** (len(quoted) - len(quoted.rstrip("0")))
-    return abs(float(recorded) - float(quoted)) <= 0.5 * step * (1 + 1e-9)
+    """Return whether a recorded number is the quoted one to all of its digits."""
+    last_digit = 10 ** -len(quoted.partition(".")[2])
+    return abs(float(recorded) - float(quoted)) <= 0.5 * last_digit * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/explanation/measured.md"])
