@@ -184,7 +184,8 @@ class Symmetry:
         them, of which a group here holds scales with permutations, or rotations.
         Continuous, they can be removed and aligned. Guides are trained on the average
         over the permutations and signs among them; :func:`~pyro_symmetric.evidence`
-        averages over rotations.
+        averages over rotations. Some may make up no group with others, as those of
+        units that meet in one matrix: they are left out, and :attr:`notes` name them.
 
         >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
         >>> symmetry = ps.find_symmetry(net, x)
@@ -199,11 +200,19 @@ class Symmetry:
                 f"{list(self.group.names('permute'))}"
             )
         scaled = [name for name in self.rotating if name in self.group.names("scale")]
+        group = rotated(self.group, self.rotating)
+        notes = [*self.notes, *map(self._maps_of, scaled)]
+        still = group.names("permute")
+        if left_out := ", ".join(name for name in self.rotating if name in still):
+            notes.append(
+                f"{left_out}: rotations that make up no group with those of "
+                f"{', '.join(group.names('rotate'))} are left out"
+            )
         return replace(
             self,
-            group=rotated(self.group, self.rotating),
+            group=group,
             explanation=Explanation(map(self._with_maps, self.explanation)),
-            notes=(*self.notes, *map(self._maps_of, scaled)),
+            notes=tuple(notes),
             rotating=(),
         )
 

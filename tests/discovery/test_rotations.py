@@ -241,6 +241,12 @@ def test_rotations_that_make_up_no_group_are_left_out_unverified_too(verify):
     torch.manual_seed(0)
     net = Pooled()
     x = torch.randn(3, 5, 8)
-    symmetry = ps.find_symmetry(net, x, verify=verify).with_rotations()
-    assert symmetry.group.names("rotate")
+    found = ps.find_symmetry(net, x, verify=verify)
+    symmetry = found.with_rotations()
+    turned = symmetry.group.names("rotate")
+    assert turned
     assert ps.verify(symmetry, net, x)
+    left_out = [name for name in found.rotating if name not in turned]
+    assert left_out == ([] if verify else ["attention"])
+    for name in left_out:
+        assert f"{name}: rotations that make up no group with those of" in str(symmetry)
