@@ -36,7 +36,7 @@ from pyro_symmetric.density.eager import (
     catches_errors,
     despite_singular,
 )
-from pyro_symmetric.density.lanes import ChainsLast
+from pyro_symmetric.density.lanes import ChainsLast, graph_of
 from pyro_symmetric.density.special_functions import ARITHMETIC
 from pyro_symmetric.density.traced import TracedTarget
 
@@ -204,8 +204,6 @@ class Compiled:
         structure: Any,
         inputs: list[Tensor],
     ) -> Program:
-        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
-
         out: list[Any] = []
 
         def of_tensors(*values: Tensor) -> list[Tensor]:
@@ -227,7 +225,7 @@ class Compiled:
                 without_messages("torch._inductor.standalone_compile"),
                 torch.no_grad(),
             ):
-                graph = make_fx(of_tensors, decomposition_table=ARITHMETIC)(*inputs)
+                graph = graph_of(of_tensors, ARITHMETIC, *inputs)
                 # new in PyTorch 2.8
                 if inputs[0].is_cuda or not hasattr(
                     torch._inductor, "standalone_compile"

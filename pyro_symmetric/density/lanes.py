@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.arguments import Args, Entries
+from pyro_symmetric.arguments import Args, Entries, Function
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -119,16 +119,32 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
     and in the operators that PyTorch's compiler is left with.
     """
     from torch._inductor.decomposition import select_decomp_table  # slow to import
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        graph = make_fx(
-            lambda position: despite_singular(lambda: eager.raw_of_one(position))
-        )(z)
+        graph = graph_of(
+            lambda position: despite_singular(lambda: eager.raw_of_one(position)), {}, z
+        )
         pure = torch.func.functionalize(graph, remove="mutations")
-        graph = make_fx(pure, decomposition_table=dict(select_decomp_table()))(z)
+        graph = graph_of(pure, dict(select_decomp_table()), z)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def graph_of(
+    function: Function, decompositions: Entries, *inputs: Tensor
+) -> fx.GraphModule:
+    """Trace a function of tensors.
+
+    :param decompositions: operator -> function in terms of others.
+    """
+    from torch._guards import TracingContext, tracing  # slow to import
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Otherwise each node gets a mode of its own, which takes as long as all else.
+    mode = FakeTensorMode(allow_fallback_kernels=True)
+    with tracing(TracingContext(mode)):
+        return make_fx(function, decomposition_table=decompositions)(*inputs)
 
 
 def _factors_large_matrix(node: fx.Node) -> bool:
