@@ -33,6 +33,8 @@ from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+# operator -> function in terms of others
+Decompositions = dict[Any, Callable[..., Any]]
 LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
 LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
@@ -131,12 +133,9 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
 
 
 def graph_of(
-    function: Function, decompositions: Entries, *inputs: Tensor
+    function: Function, decompositions: Decompositions, *inputs: Tensor
 ) -> fx.GraphModule:
-    """Trace a function of tensors.
-
-    :param decompositions: operator -> function in terms of others.
-    """
+    """Trace a function of tensors as a graph of operators."""
     from torch._guards import TracingContext, tracing  # slow to import
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

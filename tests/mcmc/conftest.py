@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -150,3 +151,24 @@ def break_after(monkeypatch):
         left[0], kind[0] = steps, error
 
     return start
+
+
+def variances_by_formula(draws: np.ndarray) -> np.ndarray:
+    """The variances ``(C, D)`` that warm-up makes of the draws ``(S, C, D)`` of a
+    window, from all of them at once.
+    """
+    length, chains, _ = draws.shape
+    degrees = chains * (length - 1)
+    pooled = (draws.var(0, ddof=1).mean(0) * degrees + 5 * 1e-3) / (degrees + 5)
+
+    def pattern(part: np.ndarray) -> np.ndarray:
+        logs = np.log(part.var(0, ddof=1) / pooled).clip(np.log(1e-4))
+        return logs - logs.mean(1, keepdims=True)
+
+    first, second = (
+        pattern(half) - pattern(half).mean(0)
+        for half in (draws[: length // 2], draws[length // 2 :])
+    )
+    rho = 2 * (first * second).sum() / ((first**2).sum() + (second**2).sum())
+    rho = max(rho, 0.0)
+    return pooled * np.exp(2 * rho / (1 + rho) * pattern(draws))

@@ -17,7 +17,7 @@ from pyro_symmetric.mcmc.kernels.adaptation import (
 )
 from pyro_symmetric.mcmc.kernels.kernel import State
 
-from .conftest import GaussianPotential
+from .conftest import GaussianPotential, variances_by_formula
 
 C, D = 40, 3
 
@@ -74,15 +74,13 @@ def test_each_window_gives_the_variances_within_chains_of_its_own_draws(
     kernel = HMC(None, step_size=0.1)
     state = kernel.init(density, torch.tensor(draws[0]), count, generator)
     assert state.tuning.blind
-    assert torch.equal(state.tuning.mass.variance, torch.ones(D, dtype=torch.float64))
+    assert torch.equal(state.tuning.mass.variance, torch.ones(C, D).double())
     states = fed(kernel, density, state, draws, acceptances, count)
     assert states[ends[0] - 2].tuning.mass is state.tuning.mass
     for first, end in zip((begin, ends[0]), ends, strict=True):
         tuning, window = states[end - 1].tuning, draws[first:end]
-        degrees = C * (len(window) - 1)
-        plain = window.var(0, ddof=1).mean(0)
-        shrunk = (degrees * plain + 5 * 1e-3) / (degrees + 5)
-        assert tuning.mass.variance.numpy() == pytest.approx(shrunk, rel=1e-9)
+        expected = variances_by_formula(window)
+        assert tuning.mass.variance.numpy() == pytest.approx(expected, rel=1e-9)
         assert not tuning.blind
     assert states[-1].tuning.mass is states[ends[-1] - 1].tuning.mass
 
@@ -234,7 +232,7 @@ def test_what_isnt_to_be_adapted_stays(density, generator):
         state = kernel.init(density, torch.tensor(draws[0]), 60, generator)
         last = fed(kernel, density, state, draws, acceptances, 60)[-1].tuning
         assert bool((last.step_size == 0.1).all()) == ("adapt_step_size" in options)
-        assert torch.equal(last.mass.variance, torch.ones(D, dtype=torch.float64)) == (
+        assert torch.equal(last.mass.variance, torch.ones(C, D).double()) == (
             "adapt_mass_matrix" in options
         )
         assert state.tuning.blind == ("adapt_mass_matrix" not in options)

@@ -1,5 +1,5 @@
-r"""Warm-up of kernels with full gradients: step size and mass matrix, shared by all
-chains, and the end of warm-up.
+r"""Warm-up of kernels with full gradients: the step size, shared by all chains, mass
+matrices, and the end of warm-up.
 
 **Windows.** As in Stan, the mass matrix is estimated in windows of doubling length,
 between an initial phase in which chains reach the typical set and a final one in which
@@ -12,9 +12,9 @@ set, much longer steps may become possible, so the search for a first step size 
 repeated after 1, 2, 4, 8, ... iterations. Afterwards all chains share one step size,
 adapted to their mean acceptance.
 
-**The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962):
-chains of a network usually sit in different modes, and the distance between modes says
-nothing about the length of a trajectory.
+**The mass matrix** is the covariance *within* chains: chains of a network usually sit
+in different modes, and the distance between modes says nothing about the length of a
+trajectory. It is pooled over the chains as far as they agree (:class:`MassEstimate`).
 
 **The end** of a warm-up of length ``"auto"`` is when each chain is stationary. A kernel
 lists lengths at which its warm-up may end (``Kernel.warmups``). At each of them
@@ -38,6 +38,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Model, Names
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.kernel import (
+    DenseMass,
     Kernel,
     Mass,
     State,
@@ -57,6 +58,7 @@ BLIND_STEPS = 16  # of a trajectory while the mass matrix is unknown
 MAX_TRIES = 60  # doublings or halvings of a first step size
 DRAWS_PER_COORDINATE = 2  # from which on correlations are estimated
 PRIOR_DRAWS, PRIOR_VARIANCE = 5.0, 1e-3  # shrinkage of variances, as in Stan
+LEAST_VARIANCE = 1e-4  # of a chain, relative to the pooled one
 LIMIT = R_HAT[1]
 OUTLIERS = 32  # one in so many chains may be stuck in a lower mode
 LARGEST = 999.0  # R-hat of chains that don't move
@@ -92,7 +94,7 @@ class HamiltonianTuning:
     :param step_size: of the integrator, ``(C,)``; equal for all chains once the mass
         matrix is known.
     :param search: adaptation of the step size.
-    :param mass: mass matrix, shared by the chains.
+    :param mass: mass matrix of each chain.
     :param estimate: covariance in the current window; ``None`` outside of windows.
     :param blind: whether the mass matrix is still unknown.
     :param length: adaptation of the trajectory length, in kernels that have one.
@@ -156,7 +158,7 @@ class TunedKernel(Kernel):
             energy, 0.1 if self.step_size is None else self.step_size
         )
         blind = self.adapt_mass_matrix and len(window_ends(num_warmup)[1]) > 0
-        mass = self._empty_estimate(z).mass()
+        mass = self._empty_estimate(z, 0).mass()
         tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
         state = State(z, torch.zeros_like(z), energy, gradient, tuning, generator)
         return (
@@ -196,13 +198,14 @@ class TunedKernel(Kernel):
             if self.adapt_step_size:
                 state = self._find_step_size(density, state, _average_step_size(state))
         if ends and (done == begin or done in ends[:-1]):
-            state = tuned(state, estimate=self._empty_estimate(state.z))
+            length = min(end for end in ends if end > done) - done
+            state = tuned(state, estimate=self._empty_estimate(state.z, length))
         if done == num_warmup and self.adapt_step_size:
             state = tuned(state, step_size=_average_step_size(state))
         return state
 
-    def _empty_estimate(self, z: Tensor) -> MassEstimate:
-        return MassEstimate.start(z, "dense" if self.full_mass else "diagonal")
+    def _empty_estimate(self, z: Tensor, length: int) -> MassEstimate:
+        return MassEstimate.start(z, length, full=self.full_mass)
 
     def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
         """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
@@ -375,12 +378,11 @@ class StepSizeAdaptation:
 
 
 @dataclass(frozen=True, eq=False)
-class MassEstimate:
-    """Running covariance within chains, pooled over the chains.
+class Spread:
+    """Running mean and spread of each chain (Welford 1962).
 
-    :param mean: each chain's mean, ``(C, D)``.
-    :param scatter: squared deviations summed over chains and draws, ``(D,)``; for a
-        dense matrix, their outer products ``(D, D)`` in double precision.
+    :param mean: ``(C, D)``.
+    :param scatter: sum of squared deviations from the mean, ``(C, D)``.
     :param count: draws of each chain so far.
     """
 
@@ -389,50 +391,141 @@ class MassEstimate:
     count: int = 0
 
     @classmethod
-    def start(cls, z: Tensor, kind: str = "diagonal") -> MassEstimate:
-        """Return an empty estimate for chains ``(C, D)``."""
-        dim = z.shape[-1]
-        scatter = (
-            z.new_zeros(dim, dim, dtype=torch.double)
-            if kind == "dense"
-            else z.new_zeros(dim)
-        )
-        return cls(torch.zeros_like(z), scatter)
+    def start(cls, z: Tensor) -> Spread:
+        """Return the spread of no draws of chains ``(C, D)``."""
+        return cls(torch.zeros_like(z), torch.zeros_like(z))
 
-    def update(self, z: Tensor) -> MassEstimate:
+    def update(self, z: Tensor) -> Spread:
         """Add one draw of every chain, ``(C, D)``."""
         count = self.count + 1
         delta = z - self.mean
-        # The squares of these rows sum to the scatter about the final means.
-        rows = (delta * ((count - 1) / count) ** 0.5).to(self.scatter)
-        squares = rows.square().sum(0) if self.scatter.dim() == 1 else rows.mT @ rows
-        return MassEstimate(self.mean + delta / count, self.scatter + squares, count)
+        mean = self.mean + delta / count
+        return Spread(mean, self.scatter + delta * (z - mean), count)
+
+    def pooled(self) -> Tensor:
+        """Return the variance within chains, ``(D,)``, pooled over them and shrunk; 1
+        for fewer than two draws of each chain.
+        """
+        if self.count < 2:
+            return torch.ones_like(self.scatter[0])
+        degrees = len(self.scatter) * (self.count - 1)
+        share = degrees / (degrees + PRIOR_DRAWS)
+        variance = self.scatter.sum(0) / degrees
+        return variance * share + PRIOR_VARIANCE * (1 - share)
+
+    def patterns(self, pooled: Tensor) -> Tensor:
+        """Return the logs of the chains' variances relative to pooled ones, ``(C, D)``,
+        up to a factor for each chain: a chain that hardly moves does so in all
+        coordinates.
+        """
+        variance = torch.maximum(
+            self.scatter / max(self.count - 1, 1), LEAST_VARIANCE * pooled
+        )
+        logs = (variance / pooled).log()
+        return logs - logs.mean(1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class MassEstimate:
+    r"""Running estimate of the mass matrices in a window.
+
+    Chains in copies of one mode, as of a mixture, have the same variances in another
+    order. With :math:`\bar v` the variances pooled over the chains, and :math:`v` those
+    of a chain, times a factor that makes :math:`\log (v / \bar v)` zero on average,
+
+    .. math:: \sigma^2 = \bar v \left(\frac{v}{\bar v}\right)^r, \qquad
+        r = \frac{2 \rho}{1 + \rho},
+
+    where :math:`\rho` is the correlation over the chains of :math:`\log v` in the first
+    and the second half of the window. So :math:`r` is the share of the differences
+    between chains that isn't noise (Spearman 1910; Brown 1910): near 0 where all chains
+    sample one mode, and near 1 where their modes differ.
+
+    :param window: spread of all of the draws.
+    :param halves: of those of the first and the second half of the window.
+    :param length: of the window.
+    :param products: outer products of deviations, summed over chains and draws, ``(D,
+        D)`` in double precision, for a dense matrix; ``None`` for a diagonal one.
+    """
+
+    window: Spread
+    halves: tuple[Spread, Spread]
+    length: int
+    products: Tensor | None = None
+
+    @classmethod
+    def start(cls, z: Tensor, length: int = 0, *, full: bool = False) -> MassEstimate:
+        """Return an empty estimate for chains ``(C, D)``.
+
+        :param full: whether the matrix is dense.
+        """
+        dim = z.shape[-1]
+        products = z.new_zeros(dim, dim, dtype=torch.double) if full else None
+        empty = Spread.start(z)
+        return cls(empty, (empty, empty), length, products)
+
+    def update(self, z: Tensor) -> MassEstimate:
+        """Add one draw of every chain, ``(C, D)``."""
+        window = self.window.update(z)
+        first, second = self.halves
+        if 2 * window.count <= self.length:
+            first = first.update(z)
+        else:
+            second = second.update(z)
+        products = self.products
+        if products is not None:
+            # The squares of these rows sum to the scatter about the final means.
+            shrinkage = self.window.count / window.count
+            rows = (z - self.window.mean).double() * shrinkage**0.5
+            products = products + rows.mT @ rows
+        return MassEstimate(window, (first, second), self.length, products)
 
     def mass(self) -> Mass:
-        """Return the shrunk mass matrix; the identity for fewer than two draws per
-        chain. Correlations are estimated from :data:`DRAWS_PER_COORDINATE` draws per
+        """Return the mass matrices; the identity for fewer than two draws per chain.
+        Correlations are estimated from :data:`DRAWS_PER_COORDINATE` draws per
         coordinate on."""
-        dense = self.scatter.dim() == 2
-        squares = self.scatter.diagonal() if dense else self.scatter
-        degrees = len(self.mean) * max(self.count - 1, 0)
-        share = degrees / (degrees + PRIOR_DRAWS)
-        shrunk = squares / max(degrees, 1) * share + PRIOR_VARIANCE * (1 - share)
-        variance = shrunk if degrees else torch.ones_like(squares)
-        if not dense:
-            return Mass.of(variance)
-        correlations = torch.eye(
-            len(squares), dtype=squares.dtype, device=squares.device
-        )
-        if degrees >= DRAWS_PER_COORDINATE * len(squares):
-            moves = squares > 0
-            norms = torch.where(moves, squares, 1.0).sqrt()
-            observed = (self.scatter / norms / norms[:, None]).fill_diagonal_(1.0)
-            correlations = observed.lerp(correlations, PRIOR_VARIANCE * (1 - share))
-            variance = torch.where(moves, squares / degrees, variance)
-        deviations = variance.sqrt()
-        return Mass.of(
-            (correlations * deviations * deviations[:, None]).to(self.mean.dtype)
-        )
+        pooled = self.window.pooled()
+        correlation = self._correlation()
+        if correlation is not None:
+            # their units may differ by any factor, so that nothing is shrunk
+            scatter = self.window.scatter.sum(0)
+            pooled = torch.where(scatter > 0, scatter / self.degrees, pooled)
+        patterns = self.window.patterns(pooled)
+        deviation = torch.exp(0.5 * self.reliability(pooled) * patterns) * pooled.sqrt()
+        if self.products is None:
+            return Mass(deviation)
+        if correlation is None:
+            correlation = torch.eye(len(pooled)).to(pooled)
+        return DenseMass.of(deviation, correlation)
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of the pooled variances."""
+        return len(self.window.mean) * max(self.window.count - 1, 0)
+
+    def _correlation(self) -> Tensor | None:
+        """Return the pooled correlations ``(D, D)``, slightly shrunk; ``None`` if there
+        are too few draws.
+        """
+        if self.products is None:
+            return None
+        squares = self.products.diagonal()
+        if self.degrees < DRAWS_PER_COORDINATE * len(squares):
+            return None
+        norms = torch.where(squares > 0, squares, 1.0).sqrt()
+        observed = (self.products / norms / norms[:, None]).fill_diagonal_(1.0)
+        shrinkage = PRIOR_VARIANCE * PRIOR_DRAWS / (self.degrees + PRIOR_DRAWS)
+        return observed.lerp(torch.eye(len(squares)).to(observed), shrinkage)
+
+    def reliability(self, pooled: Tensor) -> Tensor:
+        """Return :math:`r`, ``()``."""
+        first, second = (half.patterns(pooled) for half in self.halves)
+        first = first - first.mean(0)
+        second = second - second.mean(0)
+        covariance = (first * second).sum().clamp(min=0)
+        variance = (first.square().sum() + second.square().sum()) / 2
+        correlation = torch.where(variance > 0, covariance / variance, 0.0)
+        return 2 * correlation / (1 + correlation)
 
 
 # the end ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -234,56 +234,41 @@ def mini_batches(
 
 @dataclass(frozen=True, eq=False)
 class Mass:
-    r"""Mass matrix :math:`M = \Sigma^{-1} = W^\top W`, with :math:`\Sigma` the
+    r"""Diagonal mass matrix :math:`M = \Sigma^{-1} = W^\top W`, with :math:`\Sigma` the
     covariance of the coordinates.
 
-    One step size then suits all directions. Vectors have shape ``batch + (D,)``.
+    One step size then suits all directions. Vectors have shape ``(C, D)``.
 
-    :param covariance: :math:`\Sigma`, ``(D, D)``, or its diagonal ``(D,)``.
-    :param whitener: :math:`W`, of the same shape.
+    :param deviation: standard deviations, the roots of the diagonal of
+        :math:`\Sigma`, of each chain ``(C, D)`` or of all ``(D,)``.
     """
 
-    covariance: Tensor
-    whitener: Tensor
-
-    @classmethod
-    def of(cls, covariance: Tensor) -> Mass:
-        """Return the mass matrix of a positive definite covariance ``(D, D)``, or of
-        its diagonal ``(D,)``.
-        """
-        if covariance.dim() == 1:
-            return cls(covariance, covariance.rsqrt())
-        exact = covariance.double()
-        eye = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
-        whitener = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(exact), eye, upper=False
-        )
-        return cls(covariance, whitener.to(covariance.dtype))
+    deviation: Tensor
 
     @property
     def variance(self) -> Tensor:
-        r"""The diagonal of :math:`\Sigma`, ``(D,)``."""
-        return (
-            self.covariance
-            if self.covariance.dim() == 1
-            else self.covariance.diagonal()
-        )
+        r"""The diagonal of :math:`\Sigma`."""
+        return self.deviation.square()
+
+    def of_chains(self, chains: Tensor) -> Mass:
+        """Select the matrices of some chains, by their indices."""
+        return replace(self, deviation=self.deviation[chains])
 
     def velocity(self, momentum: Tensor) -> Tensor:
         r"""Return :math:`M^{-1} p = \Sigma p`."""
-        return _product(momentum, self.covariance)
+        return momentum * self.variance
 
     def whiten(self, z: Tensor) -> Tensor:
         r"""Return :math:`W z`, whose coordinates have variance 1 and no
         correlations.
         """
-        return _product(z, self.whitener.t())
+        return z / self.deviation
 
     def momentum(self, noise: Tensor) -> Tensor:
         r"""Return :math:`W^\top \epsilon \sim \mathcal N(0, M)` from standard normal
         noise.
         """
-        return _product(noise, self.whitener)
+        return noise / self.deviation
 
     def kinetic(self, momentum: Tensor) -> Tensor:
         r"""Return the kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape
@@ -292,8 +277,37 @@ class Mass:
         return 0.5 * (momentum * self.velocity(momentum)).sum(-1)
 
 
-def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
-    return vectors * matrix if matrix.dim() == 1 else vectors @ matrix
+@dataclass(frozen=True, eq=False)
+class DenseMass(Mass):
+    """Dense mass matrix: the correlations are shared by the chains.
+
+    :param correlation: ``(D, D)``.
+    :param whitener: inverse of its Cholesky factor.
+    """
+
+    correlation: Tensor
+    whitener: Tensor
+
+    @classmethod
+    def of(cls, deviation: Tensor, correlation: Tensor) -> DenseMass:
+        """Return the matrix with a positive definite correlation matrix."""
+        exact = correlation.double()
+        eye = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
+        whitener = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(exact), eye, upper=False
+        )
+        return cls(
+            deviation, correlation.to(deviation.dtype), whitener.to(deviation.dtype)
+        )
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        return (momentum * self.deviation) @ self.correlation * self.deviation
+
+    def whiten(self, z: Tensor) -> Tensor:
+        return (z / self.deviation) @ self.whitener.t()
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        return noise @ self.whitener / self.deviation
 
 
 class PhasePoint(NamedTuple):

@@ -253,6 +253,7 @@ class _Forest:
         self.finished.append(_select(self.tree, done))
         self.tree = _select(self.tree, stay)
         self.growing = self.growing[stay]
+        self.mass = self.mass.of_chains(stay)
         return True, grown and _select(grown, stay)
 
 

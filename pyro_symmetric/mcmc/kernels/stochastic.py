@@ -34,7 +34,7 @@ from torch import Generator, Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Model
 from pyro_symmetric.density.density import Density
-from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
+from pyro_symmetric.mcmc.kernels.adaptation import Spread, tuned, window_ends
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
     Kernel,
@@ -69,7 +69,7 @@ class StochasticTuning:
     preconditioner: Tensor
     centre: Tensor
     curvature: CurvatureEstimate | None
-    estimate: MassEstimate | None
+    estimate: Spread | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,7 +185,7 @@ class SGLD(Kernel):
             self.initial_preconditioner(gradient),
             z.new_zeros(()),
             CurvatureEstimate.start(z, generator) if self.measures_curvature else None,
-            MassEstimate.start(z)
+            Spread.start(z)
             if self.learns_variances and self.step_size is None
             else None,
         )
@@ -252,8 +252,8 @@ class SGLD(Kernel):
         num_others = len(state.z) - 1
         state = tuned(
             state,
-            preconditioner=window.mass().variance,
-            estimate=MassEstimate.start(state.z),
+            preconditioner=window.pooled(),
+            estimate=Spread.start(state.z),
             centre=(window.mean.sum(0) - window.mean) / num_others
             if num_others
             else state.tuning.centre,
