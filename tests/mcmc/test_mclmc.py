@@ -65,7 +65,7 @@ def test_the_length_makes_draws_as_correlated_as_the_rule_says():
     assert correlation.item() == pytest.approx(CORRELATION, abs=0.08)
     # x'' = -x - x' / L: the correlation after L is e^(-1/2) (cos wL + sin wL / (2 w
     # L)), w^2 = 1 - 1 / (4 L^2)
-    assert state.tuning.length[0].log_step.exp().item() == pytest.approx(1.33, rel=0.15)
+    assert state.tuning.length.log_step.exp().item() == pytest.approx(1.33, rel=0.15)
 
 
 def test_statistics_say_what_an_iteration_cost():

@@ -97,7 +97,6 @@ class HamiltonianTuning:
     :param mass: mass matrix of each chain.
     :param estimate: covariance in the current window; ``None`` outside of windows.
     :param blind: whether the mass matrix is still unknown.
-    :param length: adaptation of the trajectory length, in kernels that have one.
     """
 
     step_size: Tensor
@@ -105,7 +104,6 @@ class HamiltonianTuning:
     mass: Mass
     estimate: MassEstimate | None
     blind: bool
-    length: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -267,6 +267,13 @@ class TrajectoryLength:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class AdaptiveTuning(HamiltonianTuning):
+    """Results of warm-up, with the trajectory length."""
+
+    length: TrajectoryLength
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class AdaptiveHMC(HamiltonianKernel):
     r"""HMC that learns its trajectory length from many chains, about 8 or more.
@@ -301,11 +308,14 @@ class AdaptiveHMC(HamiltonianKernel):
         self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
     ) -> State:
         state = super().init(density, z, num_warmup, generator)
-        return tuned(state, length=TrajectoryLength.start(START, z))
+        length = TrajectoryLength.start(START, z)
+        return replace(
+            state, tuning=AdaptiveTuning(**vars(state.tuning), length=length)
+        )
 
     def step(self, density: Density, state: State) -> State:
-        tuning: HamiltonianTuning = state.tuning
-        length: TrajectoryLength = tuning.length
+        tuning: AdaptiveTuning = state.tuning
+        length = tuning.length
         time = radical_inverse(length.iteration + 1) * length.log_length.exp()
         num_steps = round_up_steps(
             time / median_step_size(tuning.step_size), self.max_steps, tuning
@@ -318,8 +328,8 @@ class AdaptiveHMC(HamiltonianKernel):
     def adapt(
         self, density: Density, state: State, iteration: int, num_warmup: int
     ) -> State:
-        before: HamiltonianTuning = state.tuning
-        length: TrajectoryLength = before.length
+        before: AdaptiveTuning = state.tuning
+        length = before.length
         first, last = (
             before.mass.whiten(z - length.centre).square().sum(-1)
             for z in (length.last, state.z)

@@ -71,6 +71,20 @@ LARGEST_RATIO = 100.0
 DIVERGED = 1e4  # relative energy error beyond which an iteration is rejected
 
 
+@dataclass(frozen=True, eq=False)
+class MicrocanonicalTuning(HamiltonianTuning):
+    """Results of warm-up, with the length :math:`L`.
+
+    :param length: adaptation of the log of :math:`L`.
+    :param centre: each chain's running mean, ``(C, D)``.
+    :param last: positions of the previous iteration, ``(C, D)``.
+    """
+
+    length: StepSizeAdaptation
+    centre: Tensor
+    last: Tensor
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class MCLMC(TunedKernel):
     r"""Microcanonical Langevin dynamics without rejections, so draws have a small bias,
@@ -127,12 +141,14 @@ class MCLMC(TunedKernel):
             z.new_tensor(START), CORRELATION, gain=LENGTH_GAIN
         )
         state = super().init(density, z, num_warmup, generator)
-        # The adaptation of log L, each chain's running mean, and its previous position.
-        return tuned(state, length=(search, z, z))
+        tuning = MicrocanonicalTuning(
+            **vars(state.tuning), length=search, centre=z, last=z
+        )
+        return replace(state, tuning=tuning)
 
     def step(self, density: Density, state: State) -> State:
-        tuning: HamiltonianTuning = state.tuning
-        length = tuning.length[0].log_step.exp()
+        tuning: MicrocanonicalTuning = state.tuning
+        length = tuning.length.log_step.exp()
         step_size = tuning.step_size[:, None]
         steps = length / median_step_size(tuning.step_size) - 0.5
         num_steps = round_up_steps(steps, self.max_steps, tuning)
@@ -163,18 +179,20 @@ class MCLMC(TunedKernel):
     def adapt(
         self, density: Density, state: State, iteration: int, num_warmup: int
     ) -> State:
-        tuning: HamiltonianTuning = state.tuning
-        search, centre, before = tuning.length
+        tuning: MicrocanonicalTuning = state.tuning
+        search = tuning.length
         if not tuning.blind:
             shortest = median_step_size(state.statistics["step_size"]).log()
             longest = shortest + math.log(self.max_steps)
-            search = search.update(correlation(before, state.z, centre, tuning.mass))
+            search = search.update(
+                correlation(tuning.last, state.z, tuning.centre, tuning.mass)
+            )
             log_step = search.log_step.clamp(min=shortest, max=longest)
             search = replace(search, log_step=log_step)
         if iteration + 1 == num_warmup:
             search = replace(search, log_step=search.log_average)
-        centre = centre.lerp(state.z, 2 / (iteration + 2))
-        state = tuned(state, length=(search, centre, state.z))
+        centre = tuning.centre.lerp(state.z, 2 / (iteration + 2))
+        state = tuned(state, length=search, centre=centre, last=state.z)
         return super().adapt(density, state, iteration, num_warmup)
 
     # step-size adaptation -------------------------------------------------------------
