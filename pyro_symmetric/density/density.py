@@ -54,8 +54,8 @@ chains. ``"layers"``: a loop over the layers of feed-forward networks. ``"compil
 programs of PyTorch's compiler, for any model and kernel. They take some seconds to
 compile, more for long models, and are cached."""
 # leapfrog steps of a trajectory in one dimension, typical of regressions; in D they
-# grow as D^(1/4)
-STEPS = 4
+# grow as D^(1/4). In warm-up, in which scales are unknown, any model has about as many.
+STEPS, WARMUP_STEPS = 4, 12
 REPEATS = 8  # evaluations that must agree if the model draws random numbers
 CACHE_BYTES = 2**22  # limit of an intermediate result of a chunk of chains, on a CPU
 
@@ -134,13 +134,14 @@ class Density:
         many as keep intermediate results in the cache; all on other devices and in a
         loop over chains.
     :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for feed-forward
-        networks; for other models ``"compiled"`` if ``iterations`` of ``num_steps``
+        networks; for other models ``"compiled"`` if iterations of ``num_steps``
         gradients are enough to repay it. ``"eager"`` replaces an engine that fails,
         with a warning if that was asked for by name or if a compiler is missing.
     :param batch_size: rows in a mini-batch of a ``BayesianModel``, for
         stochastic-gradient samplers; ``None``: all. The mini-batches of other models
         come from their plates with ``subsample_size``.
     :param subsampled: whether the model may subsample its data.
+    :param num_warmup: expected iterations of warm-up; ``num_samples``: of sampling.
     :ivar dim: number of unconstrained coordinates ``D``.
     :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch);
         empty if all data are used.
@@ -160,7 +161,8 @@ class Density:
         engine: str = "auto",
         batch_size: int | None = None,
         subsampled: bool = False,
-        iterations: int = 0,
+        num_warmup: int = 0,
+        num_samples: int = 0,
         num_steps: int | None = None,
     ):
         require_model(model)
@@ -224,8 +226,9 @@ class Density:
             self._eager = Eager(self.target, self.layout)
             self.fast: Any = None
             self.engine_reason = ""
-            steps = num_steps or STEPS * self.dim**0.25
-            self._choose_engine(engine, self.unconstrain(weights), steps * iterations)
+            gradients = num_warmup * (num_steps or WARMUP_STEPS)
+            gradients += num_samples * (num_steps or STEPS * self.dim**0.25)
+            self._choose_engine(engine, self.unconstrain(weights), gradients)
 
     @property
     def is_network(self) -> bool:

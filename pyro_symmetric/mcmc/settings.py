@@ -15,6 +15,7 @@ from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge
 from pyro_symmetric.posterior.posterior import Posterior
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
+USUAL = 2  # index of the length of warm-up that is expected of several
 PLACEHOLDERS = {
     "num_samples": "auto",
     "num_warmup": "auto",
@@ -88,7 +89,8 @@ class Settings:
         """Build the density of the kernel's model."""
         num_warmup = self.num_warmup
         if isinstance(num_warmup, str):
-            num_warmup = self.kernel.warmups[0]  # at least
+            warmups = self.kernel.warmups
+            num_warmup = warmups[min(USUAL, len(warmups) - 1)]
         return Density(
             self.kernel.model,
             self.args,
@@ -99,7 +101,8 @@ class Settings:
             engine=self.engine,
             batch_size=self.kernel.batch_size,
             subsampled=self.kernel.subsampled,
-            iterations=num_warmup + self.most_draws * self.thinning,
+            num_warmup=num_warmup,
+            num_samples=self.most_draws * self.thinning,
             num_steps=self.kernel.num_steps,
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pyro_symmetric.density.compiled import Compiled
 from pyro_symmetric.density.eager import is_as_exact
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, AdaptiveHMC, Density, sample
+from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.networks import resnet20
@@ -492,15 +493,19 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(
 
 @pytest.mark.cpu
 def test_auto_compiles_if_the_run_is_long_enough_and_there_is_a_compiler(monkeypatch):
-    long = {"args": (X, Y), "iterations": 20_000}
-    assert Density(hierarchical, args=(X, Y), iterations=300).engine == "eager"
+    long = {"args": (X, Y), "num_samples": 20_000}
+    assert Density(hierarchical, args=(X, Y), num_samples=300).engine == "eager"
     assert (
-        Density(hierarchical, args=(X, Y), iterations=3_000, num_steps=1).engine
+        Density(hierarchical, args=(X, Y), num_samples=3_000, num_steps=1).engine
         == "eager"
     )
     monkeypatch.setenv("CXX", "g++")
     assert Density(hierarchical, **long).engine == "compiled"
     assert Density(hierarchical, **long, engine="eager").engine == "eager"
+    # a warm-up of any length takes thousands of steps
+    run = Settings(HMC(hierarchical), (X, Y), num_samples=10)
+    assert run.build_density().engine == "compiled"
+    assert replace(run, num_warmup=100).build_density().engine == "eager"
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.warns(
