@@ -39,8 +39,10 @@ from pyro_symmetric.weights import drop_names, turns_back
 MAX_CHAINS = 64
 MAX_NETWORK_CHAINS = 16
 MIN_CHAINS = 4
-# from which on chains learn a common trajectory length better than each its own
+# from which on chains learn a common trajectory length better than each its own; of
+# compiled programs fewer, as the trees of NUTS take longer than most gradients
 MANY_CHAINS = 8
+MANY_COMPILED_CHAINS = 4
 # chains times coordinates: a thousand draws of them take two gigabytes
 MAX_NUMBERS = 2**19
 DENSE = 200  # coordinates
@@ -218,7 +220,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
         why = "as asked"
         chains = num_chains
     full_mass = density.dim <= DENSE and not density.is_network
-    kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
+    many = MANY_COMPILED_CHAINS if density.engine == "compiled" else MANY_CHAINS
+    kind = AdaptiveHMC if chains >= many else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
     choice = (
         f"{kind.__name__} with {count} ({why}), full_mass={full_mass} "

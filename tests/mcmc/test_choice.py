@@ -72,6 +72,14 @@ def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
     assert "NUTS with 2 chains (as asked)" in few.chosen
 
 
+@pytest.mark.cpu
+def test_four_chains_of_compiled_programs_are_moved_in_step():
+    settings = Settings(NUTS(normal), (torch.randn(5),), engine="compiled")
+    compiled, few = (choose(settings, count)[0].kernel for count in (4, 3))
+    assert (type(compiled), type(few)) == (AdaptiveHMC, NUTS)
+    assert type(choice(normal, torch.randn(5), num_chains=4).kernel) is NUTS
+
+
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
     y = (

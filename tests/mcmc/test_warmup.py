@@ -190,7 +190,9 @@ def test_until_the_mass_matrix_is_known_each_chain_has_a_step_of_its_own(
     assert (later / found).log().numpy() == pytest.approx(expected, rel=1e-9)
     assert expected[:3].max() < expected[3:].min() - 3
     for after in states[ends[0] :]:
-        assert torch.equal(after.tuning.step_size, after.tuning.step_size[:1].expand(C))
+        steps = after.tuning.step_size
+        assert torch.equal(steps[3:], steps[3:4].expand(C - 3))
+        assert torch.equal(steps[:3] < steps[3], after.tuning.slowing[:3] < 0)
 
 
 def test_a_step_that_was_for_a_far_place_is_found_anew_as_the_chain_arrives(
@@ -223,6 +225,25 @@ def test_windows_lie_within_warmup_and_leave_time_to_adapt_the_step(num_warmup):
         assert ends[-1] == num_warmup - (
             50 if num_warmup >= 150 else int(0.1 * num_warmup)
         )
+
+
+def test_only_a_chain_that_hardly_accepts_takes_shorter_steps(density, generator):
+    draws, acceptances = numbers(200)
+    acceptances[:, 0] = 0.05
+    acceptances[:, 1] = np.resize([0.0, 1.0, 1.0], 200)  # varies, and accepts enough
+    kernel = HMC(None, step_size=0.1)
+    state = kernel.init(density, torch.tensor(draws[0]), 200, generator)
+    states = fed(kernel, density, state, draws, acceptances, 200)
+    last_window = window_ends(200)[1][-1]
+    for iteration in range(last_window, 200):
+        step = states[iteration].tuning.step_size
+        ratio = (step / step[2]).log()
+        count = iteration + 1 - last_window
+        assert float(ratio[0]) == pytest.approx(0.2 * (0.05 - 0.45) * count, rel=1e-9)
+        assert -0.1 <= float(ratio[1]) <= 0
+        assert (ratio[2:] == 0).all()
+    # the mass matrix is new, and so is the search
+    assert (states[last_window - 1].tuning.slowing == 0).all()
 
 
 def test_what_isnt_to_be_adapted_stays(density, generator):

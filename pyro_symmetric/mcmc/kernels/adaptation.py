@@ -10,7 +10,8 @@ the step size settles (:func:`window_ends`).
 own step size, since scales differ far out in the tails. As chains approach the typical
 set, much longer steps may become possible, so the search for a first step size is
 repeated after 1, 2, 4, 8, ... iterations. Afterwards all chains share one step size,
-adapted to their mean acceptance.
+adapted to their mean acceptance. Only a chain that accepts less than half as often as
+it should takes shorter ones: its mass matrix may be that of its way to the typical set.
 
 **The mass matrix** is the covariance *within* chains: chains of a network usually sit
 in different modes, and the distance between modes says nothing about the length of a
@@ -50,6 +51,7 @@ from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.statistics import chain_statistics
 
 DECAY = 0.6  # exponent of the gain; averaging requires one between 1/2 and 1
+SLOWING = 0.2  # gain of the factor by which a chain that is stuck takes shorter steps
 LARGEST_GAIN = 8.0  # for targets near 1, where the acceptance curve is flat
 LARGEST_CHANGE = 1.0  # of the log step size in one iteration
 # iteration from which the gain is constant while chains approach the typical set
@@ -91,12 +93,13 @@ DRAWS = 512
 class HamiltonianTuning:
     """Results of warm-up.
 
-    :param step_size: of the integrator, ``(C,)``; equal for all chains once the mass
-        matrix is known.
+    :param step_size: of the integrator, ``(C,)``.
     :param search: adaptation of the step size.
     :param mass: mass matrix of each chain.
     :param estimate: covariance in the current window; ``None`` outside of windows.
     :param blind: whether the mass matrix is still unknown.
+    :param slowing: logarithm of the factor of each chain's step size, ``(C,)``: below 0
+        in chains that accept less than half as often as they should.
     """
 
     step_size: Tensor
@@ -104,6 +107,7 @@ class HamiltonianTuning:
     mass: Mass
     estimate: MassEstimate | None
     blind: bool
+    slowing: Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +161,14 @@ class TunedKernel(Kernel):
         )
         blind = self.adapt_mass_matrix and len(window_ends(num_warmup)[1]) > 0
         mass = self._empty_estimate(z, 0).mass()
-        tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
+        tuning = HamiltonianTuning(
+            step,
+            self.search(step, blind),
+            mass,
+            None,
+            blind,
+            torch.zeros_like(step),
+        )
         state = State(z, torch.zeros_like(z), energy, gradient, tuning, generator)
         return (
             state
@@ -261,6 +272,21 @@ class HamiltonianKernel(TunedKernel):
 
     def acceptance(self, state: State) -> Tensor:
         return state.statistics["acceptance_rate"]
+
+    def adapt(
+        self, density: Density, state: State, iteration: int, num_warmup: int
+    ) -> State:
+        before: HamiltonianTuning = state.tuning
+        acceptance = self.acceptance(state)
+        state = super().adapt(density, state, iteration, num_warmup)
+        tuning: HamiltonianTuning = state.tuning
+        if not self.adapt_step_size or tuning.blind:
+            return state
+        slowing = torch.zeros_like(acceptance)
+        if tuning.mass is before.mass:
+            excess = acceptance - self.target_accept_prob / 2
+            slowing = (before.slowing + SLOWING * excess).clamp(max=0)
+        return tuned(state, slowing=slowing, step_size=tuning.step_size * slowing.exp())
 
 
 def tuned(state: State, **parts: Any) -> State:
@@ -493,7 +519,7 @@ class MassEstimate:
         if self.products is None:
             return Mass(deviation)
         if correlation is None:
-            correlation = torch.eye(len(pooled)).to(pooled)
+            correlation = torch.diag(torch.ones_like(pooled))
         return DenseMass.of(deviation, correlation)
 
     @property
@@ -513,7 +539,7 @@ class MassEstimate:
         norms = torch.where(squares > 0, squares, 1.0).sqrt()
         observed = (self.products / norms / norms[:, None]).fill_diagonal_(1.0)
         shrinkage = PRIOR_VARIANCE * PRIOR_DRAWS / (self.degrees + PRIOR_DRAWS)
-        return observed.lerp(torch.eye(len(squares)).to(observed), shrinkage)
+        return observed.lerp(torch.diag(torch.ones_like(squares)), shrinkage)
 
     def reliability(self, pooled: Tensor) -> Tensor:
         """Return :math:`r`, ``()``."""
