@@ -256,3 +256,25 @@ def test_a_loss_that_is_no_number_is_refused_and_not_an_error_of_zero() -> None:
             (torch.randn(5, 2), torch.randint(2, (5,))),
             num_points=3,
         )
+
+
+def test_the_chord_goes_from_the_first_loss_to_the_last() -> None:
+    losses = {"loss": torch.tensor([1.0, 4.0, 2.0])}
+    curve = barrier.BarrierCurve(torch.tensor([0.0, 0.25, 1.0]), losses, {})
+    assert curve.barrier == pytest.approx(4 - 1.25)
+
+
+def test_all_points_share_their_noise() -> None:
+    """Between equal ends the loss of few draws is the same all along."""
+    end = gaussian(0.5, 1.0)
+    curve = loss_barrier(end, end, log_likelihood, num_points=4, num_samples=3)
+    torch.testing.assert_close(curve.losses["loss"], curve.losses["loss"][:1].expand(4))
+
+
+def test_draws_of_all_chunks_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(barrier, "CHUNK_WEIGHTS", 2)
+    end = gaussian(0.5, 1.0)
+    curve = loss_barrier(
+        end, end, lambda w: torch.zeros(len(w["w"]), 3), num_points=3, num_samples=7
+    )
+    assert curve.losses["loss"].tolist() == pytest.approx([0.0] * 3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
+from pyro_symmetric.canonical.removal import largest_sign
 from pyro_symmetric.groups import Axis, Group, Units
 
 SHUFFLES = 2
@@ -157,3 +158,8 @@ def test_scales_of_two_sides_of_a_matrix_that_nothing_anchors_have_one_form(shap
             torch.testing.assert_close(
                 squares.sum(dim), counts.sum(dim), rtol=1e-9, atol=0
             )
+
+
+def test_the_sign_of_the_largest_entry_is_none_if_two_are_as_large():
+    entries = torch.tensor([[2.0, -1.0], [1.0, -3.0], [1.0, -1.001], [0.0, 0.0]])
+    assert largest_sign(entries, tie=0.01).tolist() == [1.0, -1.0, 0.0, 0.0]

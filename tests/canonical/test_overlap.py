@@ -115,3 +115,16 @@ def test_units_inside_others_are_judged_copy_by_copy() -> None:
     assert 0.2 < uncertain_share(draws, group, 1) < 0.8
     apart = {**draws, "w": draws["w"] + torch.tensor([0.0, 0.0, 0.0, 4.0])[:, None]}
     assert uncertain_share(apart, group) == 0.0
+
+
+@pytest.mark.stochastic
+def test_the_share_of_flips_is_that_of_draws_with_lower_odds_than_their_negatives():
+    group = Group.declare({"w": ("k", None)}, {"w": (3, 2)}, "flip")
+    form = {"w": torch.randn(240, 3, 2) + torch.tensor([0.5, 1.0, 2.0])[:, None]}
+    units = form["w"].double()
+    fitted = torch.distributions.Normal(units.mean(0), units.std(0, correction=0))
+    odds = (fitted.log_prob(units) - fitted.log_prob(-units)).sum(-1)
+    share = float((odds < math.log(3)).any(-1).double().mean())
+    assert 0.2 < share < 0.95
+    found = uncertain_share(form, group, moves=["flip"])
+    assert found == pytest.approx(share, abs=1e-9)

@@ -374,3 +374,9 @@ def test_members_in_a_regular_order_are_all_seen() -> None:
     assert ps.total_variation(
         (p[:, None, None], 1.0), (q[:, None, None], 1.0)
     ).value == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_confidence_on_an_edge_is_in_the_bin_above():
+    members = torch.tensor([[[0.5, 0.3, 0.2], [0.4, 0.3, 0.3], [1.0, 0.0, 0.0]]])
+    found = scores.classification(members, torch.tensor([0, 0, 0]), num_bins=2)
+    assert found.calibration.count.tolist() == [1, 2]

@@ -161,3 +161,14 @@ def test_supports_that_are_repeated_are_those_of_their_entries() -> None:
     torch.testing.assert_close(
         bijection(action(u, element)), element({"a": bijection(u)})["a"]
     )
+
+
+def test_the_log_determinant_between_different_bounds_is_that_of_the_jacobian():
+    group = Group.declare({"r": ("k",)}, {"r": (3,)})
+    bounds = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    action = Action(group, {"r": constraints.interval(torch.zeros(3), bounds)})
+    vector = torch.tensor([-2.0, -1.5, -3.0], dtype=torch.float64)  # all below 1
+    g = group.element({"k": torch.tensor([1, 2, 0])})
+    expected = by_jacobian(action, vector, g)
+    assert float(expected.abs()) > 0.01
+    torch.testing.assert_close(action.log_abs_det(vector, g), expected)

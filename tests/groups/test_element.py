@@ -182,3 +182,12 @@ def test_units_that_share_some_positions_of_an_axis_are_all_multiplied_there() -
         element = group.element(log_scales={name: torch.tensor([2.0, 1.0]).log()})
         expected = torch.ones(4).index_fill(0, torch.tensor(first), 2.0)
         torch.testing.assert_close(element({"w": torch.ones(4)})["w"], expected)
+
+
+def test_a_product_of_a_flip_and_a_cycle_acts_as_one_after_the_other():
+    weights = {"w": torch.tensor([10.0, 20.0, 30.0])}
+    group = Group.declare({"w": ("k",)}, {"w": (3,)}, ("permute", "flip"))
+    flip = group.element(signs={"k": torch.tensor([-1.0, 1.0, 1.0])})
+    cycle = group.element({"k": torch.tensor([1, 2, 0])})
+    assert (flip @ cycle)(weights)["w"].tolist() == [-20.0, 30.0, 10.0]
+    assert (cycle @ flip)(weights)["w"].tolist() == [20.0, 30.0, -10.0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from arviz_stats.base import array_stats
 
+from pyro_symmetric.posterior import diagnostics
 from pyro_symmetric.posterior import statistics as module
 from pyro_symmetric.posterior.diagnostics import temperature
 from pyro_symmetric.posterior.statistics import (
@@ -200,3 +201,39 @@ def test_an_infinite_temperature_fails_and_one_that_chance_allows_does_not():
         temperature("temperature", values, subsampled=False, arrived=True).status
         == "fail"
     )
+
+
+def test_findings_are_graded_between_their_limits():
+    grades = [diagnostics.graded(value, (0.1, 0.5)) for value in (0.1, 0.3, 0.6)]
+    assert grades == ["pass", "warn", "fail"]
+    grades = [diagnostics.graded(value, (0.4, 0.1)) for value in (0.4, 0.2, 0.05)]
+    assert grades == ["pass", "warn", "fail"]
+
+
+def test_the_share_of_divergences_is_that_of_all_draws():
+    diverging = torch.zeros(4, 250, dtype=torch.bool)
+    diverging[0, 3] = True
+    (check,) = diagnostics.sampler_checks({"diverging": diverging}, False, True)
+    assert (check.value, check.status) == (pytest.approx(0.001), "warn")
+
+
+def test_a_chain_that_takes_tiny_steps_hardly_moves():
+    draws = torch.randn(4, 50)
+    draws[2] *= 1e-4
+    check = diagnostics.moving({"w": draws})
+    assert check.status == "fail"
+    assert "chain 2" in check.words
+
+
+def test_squared_energy_errors_are_averaged_over_draws_that_have_one():
+    ratios = torch.tensor([[1.0, torch.nan, 2.0]])
+    assert diagnostics.energy_error(ratios).value == pytest.approx(1.5)
+
+
+def test_means_of_chains_that_differ_widen_the_margin_of_a_temperature():
+    """Means 1.2 - 0.3 and 1.2 + 0.3 of 16 chains: a standard error of 0.077."""
+    offsets = 0.3 * torch.tensor([-1.0, 1.0]).repeat(8)[:, None]
+    values = 1.2 + offsets + 0.01 * torch.randn(16, 40)
+    check = diagnostics.temperature("temperature", values, False, True)
+    assert check.status == "pass"
+    assert "± 0.077" in check.words or "± 0.078" in check.words
