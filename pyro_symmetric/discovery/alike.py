@@ -190,10 +190,7 @@ def _features(gradient: Tensor, dim: int) -> Tensor:
     """Return what positions along an axis have in common if they are exchangeable: the
     sorted gradients of their entries.
     """
-    rows = (
-        gradient.movedim(dim, 0).flatten(1) if gradient.dim() > 1 else gradient[:, None]
-    )
-    return rows.sort(1).values
+    return gradient.unsqueeze(-1).movedim(dim, 0).flatten(1).sort(1).values
 
 
 def _rounded_apart(features: Tensor) -> Array:

@@ -470,48 +470,65 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     are the same: they may belong to the same entry of a mask or of the network's
     inputs.
     """
-    axes = []
+    lines = _fixed_lines(flow, cells)
+    if not lines:
+        return []
+    first = np.concatenate([line.equal for line in lines])
+    classes = np.concatenate([line.classes for line in lines])
+    _, unit = components(len(cells.cell), first, classes)
+    # unit -> the numbers of the lines that it lies on, and its place on each
+    numbers = defaultdict[int, list[int]](list)
+    places = defaultdict[int, list[int]](list)
+    for number, line in enumerate(lines):
+        for place, name in enumerate(unit[line.classes].tolist()):
+            numbers[name].append(number)
+            places[name].append(place)
+    together = defaultdict[tuple[int, ...], list[list[int]]](list)
+    for name in numbers:
+        together[tuple(numbers[name])].append(places[name])
+    units = list[Units]()
+    for numbers_of_units, rows in together.items():
+        axes = []
+        columns = torch.tensor(rows, device="cpu").T
+        for number, column in zip(numbers_of_units, columns, strict=True):
+            axis = lines[number].axis
+            axes.append(replace(axis, index=axis.index[:, column]))
+        name = f"fixed {len(units)}"
+        units.append(Units(name, len(rows), tuple(axes), moves=frozenset()))
+    return units
+
+
+class _FixedLine(NamedTuple):
+    """The units along an axis that nothing permutes.
+
+    :ivar classes: of their atoms.
+    :ivar equal: those of the first axis whose fixed positions are the same.
+    """
+
+    axis: Axis
+    classes: Array
+    equal: Array
+
+
+def _fixed_lines(flow: Flow, cells: Cells) -> list[_FixedLine]:
+    """Return the axes of all sites with the units along them that nothing permutes."""
+    lines = []
     first = dict[bytes, Array]()
-    unions = []
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
             if part.axes == (leaf.members,):  # its members' units are told apart
                 continue
             classes = cells.unit[part.atoms.reshape(-1)]
             fixed = np.flatnonzero(~np.isin(cells.cell[classes], list(cells.cells)))
-            # pixels have no multipliers
-            if len(fixed) and not (leaf.kernel and part.axes[0] > 1):
-                dim = part.axes[0]
-                span = part.axes[-1] - dim + 1
-                index = torch.from_numpy(_positions(part, leaf.value.shape)[:, fixed])
-                axes.append(Axis(leaf.site, dim, index, 0, leaf.buffer, None, span))
-                representative = first.setdefault(fixed.tobytes(), classes[fixed])
-                unions.append((representative, classes[fixed]))
-    if not axes:
-        return []
-    _, unit = components(
-        len(cells.cell), *map(np.concatenate, zip(*unions, strict=True))
-    )
-    # unit -> number of an axis, place of the unit among those along it
-    locations = defaultdict[int, list[tuple[int, int]]](list)
-    for number, (_, classes) in enumerate(unions):
-        for place, name in enumerate(unit[classes].tolist()):
-            locations[name].append((number, place))
-    # numbers of axes -> places of each unit
-    by_axes = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
-    for locations_of_unit in locations.values():
-        numbers, places = zip(*locations_of_unit, strict=True)
-        by_axes[numbers].append(places)
-    units = list[Units]()
-    for numbers, rows in by_axes.items():
-        selected = []
-        columns = torch.tensor(rows, device="cpu").T
-        for number, column in zip(numbers, columns, strict=True):
-            index = axes[number].index[:, column]
-            selected.append(replace(axes[number], index=index))
-        name = f"fixed {len(units)}"
-        units.append(Units(name, len(rows), tuple(selected), moves=frozenset()))
-    return units
+            dim = part.axes[0]
+            if not len(fixed) or (leaf.kernel and dim > 1):
+                continue  # pixels have no multipliers
+            span = part.axes[-1] - dim + 1
+            index = torch.from_numpy(_positions(part, leaf.value.shape)[:, fixed])
+            axis = Axis(leaf.site, dim, index, 0, leaf.buffer, None, span)
+            equal = first.setdefault(fixed.tobytes(), classes[fixed])
+            lines.append(_FixedLine(axis, classes[fixed], equal))
+    return lines
 
 
 class _Builder:
@@ -582,11 +599,11 @@ class _Builder:
             for cell, units in units_of.items():
                 parents = set(self.cells[cell].parents)
                 in_columns = units_of is by_column
-                without = parents if in_columns else {cell, *parents}
-                of_row = self._context(rows, by_row, without)[row]
-                without = {cell, *parents} if in_columns else parents
-                of_column = self._context(columns.reshape(-1), by_column, without)
-                of_column = of_column[column]
+                without = [parents, {cell, *parents}]
+                of_row = self._context(rows, by_row, without[not in_columns])[row]
+                of_column = self._context(
+                    columns.reshape(-1), by_column, without[in_columns]
+                )[column]
                 context = of_row * (of_column.max() + 1) + of_column
                 location = leaf.site, 0, 2, leaf.buffer, in_columns
                 self._add_blocks(cell, units[position], context, location)

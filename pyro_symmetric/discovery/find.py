@@ -253,15 +253,10 @@ def frozen_sites(
 
 def _require_parameters(net: nn.Module) -> None:
     """Raise ``TypeError`` if a module samples its parameters."""
-    sampled = {
-        path: getattr(module, "_pyro_samples", ())
-        for path, module in net.named_modules()
-    }
-    random = [
-        f"{path}.{name}".lstrip(".")
-        for path, names in sampled.items()
-        for name in names
-    ]
+    random = []
+    for path, module in net.named_modules():
+        for name in getattr(module, "_pyro_samples", ()):
+            random.append(f"{path}.{name}".lstrip("."))
     if random:
         raise TypeError(
             f"{type(net).__name__} has no parameters {random}, but random values "
@@ -402,13 +397,10 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             if len(pins):
                 reason = "each of its units plays a role of its own"
                 if (number := pins[counts.argmax()]) >= 0:
-                    target = flow.refinements[number].atoms
-                    why = flow.origins[flow.refinements[number].number]
-                    reason = (
-                        f"pinned {why}"
-                        if why.startswith("because")
-                        else f"pinned by {why}"
-                    )
+                    target, _, fact = flow.refinements[number]
+                    why = flow.origins[fact]
+                    by = "by " * (not why.startswith("because"))
+                    reason = f"pinned {by}{why}"
             if movers:
                 home = movers[0].axes[0]
                 target = next(

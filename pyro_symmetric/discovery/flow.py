@@ -207,6 +207,12 @@ class Flow:
         self.origins.append(why or self.operator)
         return len(self.origins) - 1
 
+    def _state(
+        self, facts: list[Fact], atoms: Array, partners: Array, why: str = ""
+    ) -> None:
+        number = self._number(why)
+        facts.append(Fact(atoms.reshape(-1), partners.reshape(-1), number))
+
     def fresh(self, shape: Sequence[int]) -> Array:
         """Return an array of new atoms."""
         count = math.prod(shape)
@@ -217,25 +223,19 @@ class Flow:
     def unify(self, first: Array, second: Array) -> None:
         """State that, entry by entry, both atoms belong to the same unit."""
         if first is not second:
-            self.unions.append(
-                Fact(first.reshape(-1), second.reshape(-1), self._number())
-            )
+            self._state(self.unions, first, second)
 
     def relate(self, child: Array, parent: Array) -> None:
         """State that, entry by entry, the unit of ``child`` is a member of the unit of
         ``parent`` and moves with it.
         """
-        self.relations.append(
-            Fact(child.reshape(-1), parent.reshape(-1), self._number())
-        )
+        self._state(self.relations, child, parent)
 
     def refine(self, atoms: Array, colours: Array, why: str = "") -> None:
         """State that units whose atoms have different colours aren't
         interchangeable.
         """
-        self.refinements.append(
-            Fact(atoms.reshape(-1), colours.reshape(-1), self._number(why))
-        )
+        self._state(self.refinements, atoms, colours, why)
 
     def occur(self, atoms: Array, history: Array | None = None) -> None:
         """State that these are all atoms of one tensor: a symmetry maps them onto each
@@ -251,12 +251,10 @@ class Flow:
         """
         if all(part.history is None for part in value.parts):
             return value
-        parts = []
         for part in value.parts:
             if part.history is not None:
                 self.occur(part.atoms, part.history)
-            if part.axes:
-                parts.append(Part(part.axes, part.atoms))
+        parts = (Part(part.axes, part.atoms) for part in value.parts if part.axes)
         return replace(value, parts=tuple(parts))
 
     def pin(self, value: Value, why: str = "") -> None:
@@ -438,22 +436,20 @@ class Flow:
             return [part]
         return [self.parent_units(part, axes, sizes)] if axes else []
 
-    def restrict(self, value: Value, keep: Iterable[int]) -> Value:
+    def restrict(self, value: Value, keep: Collection[int]) -> Value:
         """Keep units along the axes ``keep`` only; tell entries along all others apart
         by their position, which may be more than the operator does.
         """
-        keep = set(keep)
-        if any(set(part.axes) - keep for part in value.parts):
+        if any(set(part.axes).difference(keep) for part in value.parts):
             self.doubts[self.operator] = None
         return self.told_apart(value, keep)
 
-    def chosen_by_data(self, value: Value, keep: Iterable[int]) -> Value:
+    def chosen_by_data(self, value: Value, keep: Collection[int]) -> Value:
         """Keep units along the axes ``keep`` only; data choose positions along all
         others.
         """
-        keep = set(keep)
         for part in value.parts:
-            if not keep & set(part.axes):
+            if set(part.axes).isdisjoint(keep):
                 self._by_data.append(part.atoms.reshape(-1))
         return self.told_apart(value, keep)
 
@@ -461,21 +457,18 @@ class Flow:
         """Keep units along the axes ``keep`` only; all others are different for
         certain, each with a role of its own.
         """
-        keep = set(keep)
         sizes = dict(enumerate(value.shape))
         parts = list[Part]()
         fixed = set(value.fixed)
         for part in value.parts:
-            dropped = set(part.axes) - keep
+            dropped = set(part.axes).difference(keep)
             if dropped:
                 fixed |= dropped
                 self.refine(part.atoms, positions(dropped, part.axes, sizes))
             parts += self.project(part, keep, sizes)
-        return (
-            value
-            if parts == list(value.parts)
-            else self.value(value.shape, parts, fixed)
-        )
+        if parts == [*value.parts]:
+            return value
+        return self.value(value.shape, parts, fixed)
 
     def collapse(self, value: Value, axes: Collection[int]) -> Value:
         """Restrict units to all other axes; these get length one."""
@@ -812,10 +805,8 @@ class Flow:
         tied = self.elementwise(
             [self.noted(value.collapsed([axis])) for value in values]
         )
-        shape = [
-            sum(value.shape[axis] for value in values) if i == axis else n
-            for i, n in enumerate(tied.shape)
-        ]
+        shape = list(tied.shape)
+        shape[axis] = sum(value.shape[axis] for value in values)
         example = next((part for part in along if part is not None), None)
         if example is None:
             return self.value(shape, tied.parts, tied.fixed | {axis})

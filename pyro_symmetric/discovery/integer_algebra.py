@@ -5,6 +5,7 @@ parities of signs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +51,7 @@ def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
     return rows[: len(pivots)], pivots
 
 
-def independent(
-    vectors: Sequence[Sequence[int]] | Array, modulo_two: bool
-) -> list[int]:
+def independent(vectors: Sequence[Any] | Array, modulo_two: bool) -> list[int]:
     """Return the numbers of the vectors that earlier ones don't span."""
     return echelon(np.array(vectors).T, modulo_two)[1] if len(vectors) else []
 

@@ -74,10 +74,7 @@ class Repeats(NamedTuple):
         """Return a key for each axis: equal for axes in the same place of other blocks,
         and for no others.
         """
-        keys = []
-        for axis in axes:
-            keys.append((self.stand_in.get(axis.site, axis.site), *_along(axis)))
-        return keys
+        return [(self.stand_in.get(a.site, a.site), *_along(a)) for a in axes]
 
 
 def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
@@ -141,51 +138,61 @@ def copies(
     """
     if not basis:
         return []
-    vectors = np.array(basis)
-    blocks = [repeats.of(axis.site) for axis in two]
-    images = repeats.keys(two)
+    keys = repeats.keys(two)
+    places = [repeats.of(axis.site) for axis in two]
     column = dict[tuple[Any, int], int]()
-    for number, (image, (_, k)) in enumerate(zip(images, blocks, strict=True)):
-        column[image, k] = number
-    counterpart = []  # the column of its place in the other block
-    for image, (_, k) in zip(images, blocks, strict=True):
-        counterpart.append(column.get((image, 1 - k), column[image, k]))
-    difference = vectors - vectors[:, counterpart]
-    equal = vanishing(vectors, difference, modulo_two)
-    in_first = list[Array]()
-    runs = list[int]()
-    for run in sorted({run for run, _ in blocks} - {-1}):
-        elsewhere = vectors[:, [block != (run, 0) for block in blocks]]
-        in_block = vanishing(vectors, elsewhere, modulo_two)
-        in_first += [*in_block]
-        runs += [run] * len(in_block)
+    for number, (key, (_, k)) in enumerate(zip(keys, places, strict=True)):
+        column[key, k] = number
+    # for each column that of its place in the other block
+    exchanged = [
+        column.get((key, 1 - k), number) for (key, k), number in column.items()
+    ]
+    by_block, by_all = _split(np.array(basis), places, exchanged, modulo_two)
+    in_first = [column[key, 0] for key in repeats.keys(axes)]
+    in_all = [repeats.of(axis.site) for axis in axes]
+    copied = list[Array]()
+    for run, vector in by_block:
+        for block in sorted({place for place in in_all if place[0] == run}):
+            inside = [place == block for place in in_all]
+            copied.append(np.where(inside, vector[in_first], 0))
+    copied += [vector[in_first] for vector in by_all]
+    return [tuple(map(int, numbers)) for numbers in copied]
+
+
+def _split(
+    vectors: Array,
+    places: Sequence[tuple[int, int]],
+    exchanged: list[int],
+    modulo_two: bool,
+) -> tuple[list[tuple[int, Array]], list[Array]]:
+    """Split a basis of exponents of two blocks of each run.
+
+    :param places: the run and the block of each column.
+    :param exchanged: for each column that of its place in the other block.
+    :return: what the first block of a run obeys by itself, with the run's number; and
+        what all blocks obey with equal exponents, and none by itself.
+    :raises UnequalBlocks: if the basis isn't the sum of these.
+    """
+    by_block = list[tuple[int, Array]]()
+    for run in sorted({run for run, _ in places} - {-1}):
+        elsewhere = vectors[:, [place != (run, 0) for place in places]]
+        for vector in vanishing(vectors, elsewhere, modulo_two):
+            by_block.append((run, vector))
+    in_either = [vector for _, vector in by_block]
+    in_either += [vector[exchanged] for vector in in_either]
+    difference = vectors - vectors[:, exchanged]
     # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
     # three.
-    outside = vectors[:, [run < 0 for run, _ in blocks]]
+    outside = vectors[:, [run < 0 for run, _ in places]]
     pairs = vanishing(vectors, np.hstack([difference, outside]), modulo_two)
-    in_either = [*in_first, *(vector[counterpart] for vector in in_first)]
-
-    def rank(rows: Sequence[Array]) -> int:
-        return len(independent(np.array(rows), modulo_two))
-
-    candidates = [*in_either, *equal]
-    if rank([*in_either, *pairs]) > len(in_either):
+    if len(independent([*in_either, *pairs], modulo_two)) > len(in_either):
         raise UnequalBlocks
-    if not rank(candidates) == rank([*vectors, *candidates]) == len(basis):
+    candidates = [*in_either, *vanishing(vectors, difference, modulo_two)]
+    chosen = independent(candidates, modulo_two)
+    spanned = independent([*vectors, *candidates], modulo_two)
+    if not len(chosen) == len(spanned) == len(vectors):
         raise UnequalBlocks
-    lookup = [column[image, 0] for image in repeats.keys(axes)]
-    places = [repeats.of(axis.site) for axis in axes]
-    copied = list[Array]()
-    for k in independent(np.array(candidates), modulo_two):
-        numbers = candidates[k][lookup]
-        if k < len(in_first):
-            for run, block in sorted(set(places)):
-                if run == runs[k]:
-                    inside = [place == (run, block) for place in places]
-                    copied.append(np.where(inside, numbers, 0))
-        elif k >= len(in_either):  # the second block's are the first one's
-            copied.append(numbers)
-    return [tuple(map(int, numbers)) for numbers in copied]
+    return by_block, [candidates[k] for k in chosen if k >= len(in_either)]
 
 
 # one run of blocks --------------------------------------------------------------------
@@ -349,11 +356,8 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of a node's results."""
-    forms = []
-    for value in tree_leaves(node.meta.get("val")):
-        if isinstance(value, Tensor):
-            forms.append((tuple(value.shape), value.dtype))
-    return forms
+    values = tree_leaves(node.meta.get("val"))
+    return [(tuple(v.shape), v.dtype) for v in values if isinstance(v, Tensor)]
 
 
 def _along(axis: Axis) -> tuple[Any, ...]:

@@ -738,34 +738,30 @@ def embedding(flow: Flow, call: Call) -> Value:
 @carrier
 def index(flow: Flow, call: Call) -> Value:
     """Index one or several axes; known index maps along one axis take units along."""
-    value = call.value
     indices = _indices(call)
-    (entry, (axis, *_)), *further = indices
-    known = _positions_in(entry, value.shape[axis])
-    if not further and known is not None:
-        return flow.cut(value, axis, known)
-    value = flow.noted(value)
-    axes = _replaced_axes(indices)
-    shape = call.shape
-    unindexed = [axis for axis in range(value.dim) if axis not in axes]
-    first = axes[0] if _adjacent(axes) else 0
-    new = len(shape) - len(unindexed)
-    # known index maps, of which each varies along an axis of its own
-    outer = _outer_indices(indices, new)
-    for old, (_, index_map) in outer.items():
-        value = flow.take(value, old, index_map)
-    for entry, replaced in indices:
-        if replaced[0] not in outer:
+    if len(indices) == 1:
+        entry, (axis, *_) = indices[0]
+        known = _positions_in(entry, call.value.shape[axis])
+        if known is not None:
+            return flow.cut(call.value, axis, known)
+    value = flow.noted(call.value)
+    replaced = _replaced_axes(indices)
+    unindexed = [axis for axis in range(value.dim) if axis not in replaced]
+    # the old axis along which each new axis selects, None if data choose positions
+    selected: list[int | None] = [None] * (len(call.shape) - len(unindexed))
+    outer = _outer_indices(indices, len(selected))
+    for axis, (place, known) in outer.items():
+        value = flow.take(value, axis, known)
+        selected[place] = axis
+    for entry, (axis, *_) in indices:
+        if axis not in outer:
             flow.pin(entry)
-    places: list[int | None] = [None] * new
-    unknown = set(range(first, first + new))
-    for old, (place, _) in outer.items():
-        places[place] = old
-        unknown.discard(first + place)
     value = flow.restrict(value, {*unindexed, *outer})
-    order = [*unindexed[:first], *places, *unindexed[first:]]
-    result = flow.relaid(value, order, shape)
-    return flow.value(shape, result.parts, result.fixed | unknown)
+    first = replaced[0] if _adjacent(replaced) else 0
+    order = [*unindexed[:first], *selected, *unindexed[first:]]
+    result = flow.relaid(value, order, call.shape)
+    by_data = {place for place, axis in enumerate(order) if axis is None}
+    return flow.value(call.shape, result.parts, result.fixed | by_data)
 
 
 def _replaced_axes(indices: Sequence[tuple[Value, list[int]]]) -> list[int]:
@@ -782,7 +778,11 @@ def _positions_in(entry: Value, length: int) -> Array | None:
         return None
     if entry.mask:
         return np.flatnonzero(entry.constant.numpy())
-    return entry.constant.numpy().astype(np.int64) % length
+    return _numbers(entry.constant) % length
+
+
+def _numbers(index: torch.Tensor) -> Array:
+    return index.reshape(-1).numpy().astype(np.int64)
 
 
 def _outer_indices(
@@ -802,7 +802,7 @@ def _outer_indices(
             if index_entry.mask or _length(index_entry, place - new) > 1:
                 varying.append(index_entry)
         if len(varying) == 1:
-            positions = entry.constant.reshape(-1).numpy().astype(np.int64)
+            positions = _numbers(entry.constant)
             outer[replaced[0]] = place, positions
     return outer
 
@@ -839,7 +839,7 @@ def gather(flow: Flow, call: Call) -> Value:
         first = positions.constant.movedim(call.axis, 0)
         lines = first.reshape(len(first), -1)
         if lines.numel() and (lines == lines[:, :1]).all():
-            known = lines[:, 0].numpy().astype(np.int64)
+            known = _numbers(lines[:, 0])
     if known is None:
         value = flow.collapse(call.value, [call.axis])
     else:
@@ -856,7 +856,7 @@ def take(flow: Flow, call: Call) -> Value:
     flat = flow.reshape(call.value, [-1])
     if positions.constant is None:
         return flow.give_up([flat, positions], call.shape, "positions are data")
-    known = positions.constant.reshape(-1).numpy().astype(np.int64)
+    known = _numbers(positions.constant)
     return flow.reshape(flow.take(flat, 0, known % flat.shape[0]), call.shape)
 
 

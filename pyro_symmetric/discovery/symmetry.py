@@ -63,10 +63,8 @@ class AxisExplanation(NamedTuple):
     def __str__(self) -> str:
         moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
         fate = moved if self.permuted else f"all {self.length} stay"
-        head = f"{self.site}[{self.dim}]: {fate}" + (
-            f"; {self.reason}" if self.reason else ""
-        )
-        return "\n    -> ".join([head, *self.chain])
+        head = "; ".join(filter(None, [fate, self.reason]))
+        return "\n    -> ".join([f"{self.site}[{self.dim}]: {head}", *self.chain])
 
 
 class Explanation(tuple[AxisExplanation, ...]):
@@ -199,15 +197,16 @@ class Symmetry:
                 f"no units rotate; those that permute are "
                 f"{list(self.group.names('permute'))}"
             )
-        scaled = [name for name in self.rotating if name in self.group.names("scale")]
         group = rotated(self.group, self.rotating)
-        notes = [*self.notes, *map(self._maps_of, scaled)]
-        still = group.names("permute")
-        if left_out := ", ".join(name for name in self.rotating if name in still):
-            notes.append(
-                f"{left_out}: rotations that make up no group with those of "
-                f"{', '.join(group.names('rotate'))} are left out"
-            )
+        notes = [*self.notes]
+        for name in self.rotating:
+            if name in self.group.names("scale"):
+                notes.append(self._maps_of(name))
+            if name in group.names("permute"):
+                notes.append(
+                    f"{name}: rotations that make up no group with the others' are "
+                    "left out"
+                )
         return replace(
             self,
             group=group,

@@ -274,18 +274,13 @@ class Verification:
         return not (self.broken or self.unknown)
 
     def __str__(self) -> str:
-        doubt = (
-            f"nothing is known of the units {[*self.unknown]}: no weights and inputs "
-            "that were tried switched them on"
-        )
-        if not self.broken:
-            seen = f"the largest change seen is {self.error:.1e} {self.unit}"
-            invariant = f"{self.function}: invariant under the group; {seen}"
-            return f"{invariant}\n{doubt}" if self.unknown else invariant
         lines = [
-            f"{self.function}: not invariant under the units "
-            f"{[move.name for move in self.broken]}"
+            f"{self.function}: invariant under the group; the largest change seen is "
+            f"{self.error:.1e} {self.unit}"
         ]
+        if self.broken:
+            names = [move.name for move in self.broken]
+            lines = [f"{self.function}: not invariant under the units {names}"]
         for move, name, change, sites, remedy in self.broken:
             text = (
                 f"units {name!r}: a change of {change:.3g} {self.unit} when they {move}"
@@ -294,10 +289,17 @@ class Verification:
                 of_sites = ", ".join(map(repr, sites))
                 text += f"; what changes is the density of {of_sites}"
             lines.append(f"{text}. It would hold {remedy}" if remedy else text)
-        lines.append(
-            f"a relative change of up to {self.tolerance:.1g} would pass as rounding"
-        )
-        return "\n".join([*lines, doubt] if self.unknown else lines)
+        if self.broken:
+            lines.append(
+                f"a relative change of up to {self.tolerance:.1g} would pass as "
+                "rounding"
+            )
+        if self.unknown:
+            lines.append(
+                f"nothing is known of the units {[*self.unknown]}: no weights and "
+                "inputs that were tried switched them on"
+            )
+        return "\n".join(lines)
 
 
 # bisection ----------------------------------------------------------------------------

@@ -56,12 +56,10 @@ def with_wholes(
     weights = plain_weights(net, symmetry.group)
     if symmetry.at_least or len(weights) > PARAMETERS:
         return symmetry
-    size = 0
-    for value in weights.values():
-        size += value.numel()
-        if not value.is_floating_point() or value.device.type != "cpu":
-            return symmetry
-    if size > WEIGHTS:
+    values = weights.values()
+    if any(not v.is_floating_point() or v.device.type != "cpu" for v in values):
+        return symmetry
+    if sum(value.numel() for value in values) > WEIGHTS:
         return symmetry
     try:
         with torch.no_grad(), without_fast_attention(), without_warnings():
