@@ -5,6 +5,7 @@ from scipy import stats
 
 from pyro_symmetric import compare
 from pyro_symmetric.compare.invariance import (
+    _index_test,
     chi_square_uniform,
     holm,
     kolmogorov_smirnov,
@@ -280,3 +281,14 @@ def test_holm_equals_the_step_down_definition():
         holm(p_values), torch.tensor([0.03, 0.06, 0.06, 0.02], dtype=torch.float64)
     )
     assert holm(torch.zeros(0)).numel() == 0
+
+
+@pytest.mark.stochastic
+def test_the_p_value_of_the_index_counts_each_copy_and_ties_are_broken_at_random():
+    """Two copies of two units, whose largest is always the first, or tied."""
+    units = torch.zeros(40, 2, 2, 1)
+    units[:, 0, 0] = 1.0
+    found = _index_test(units)
+    expected = stats.chisquare([40, 0]).pvalue
+    assert found["index_p_value"] == pytest.approx(2 * expected)
+    assert 5 < found["index_counts"][1][0] < 35  # of 40; a chance of 7e-7 a side
