@@ -32,7 +32,7 @@ def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centr
     state = kernel.init(density, density.sample(40), 10, generator)
     length = replace(state.tuning.length, centre=density.sample(40))
     state = replace(
-        state, tuning=replace(state.tuning, mass=Mass(deviations), length=length)
+        state, tuning=replace(state.tuning, mass=Mass(deviations**2), length=length)
     )
     after = kernel.adapt(density, kernel.step(density, state), 0, 10)
     assert (after.z == state.z).any()  # what was refused counts as no move

@@ -30,9 +30,9 @@ from pyro_symmetric.mcmc.kernels.mclmc import (
 from .conftest import GaussianPotential, ToyPotential
 
 MASSES = {
-    "diagonal": Mass(torch.tensor([0.7, 1.4], dtype=torch.float64)),
+    "diagonal": Mass(torch.tensor([0.5, 2.0], dtype=torch.float64)),
     "dense": DenseMass.of(
-        torch.tensor([0.7, 1.4], dtype=torch.float64),
+        torch.tensor([0.5, 2.0], dtype=torch.float64),
         torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64),
     ),
 }

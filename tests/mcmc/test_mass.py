@@ -28,7 +28,7 @@ def dense() -> Mass:
     factor = torch.randn(D, D, dtype=torch.float64)
     covariance = factor @ factor.T + torch.eye(D, dtype=torch.float64)
     deviation = covariance.diagonal().sqrt()
-    return DenseMass.of(deviation, covariance / deviation / deviation[:, None])
+    return DenseMass.of(deviation.square(), covariance / deviation / deviation[:, None])
 
 
 # algebra ------------------------------------------------------------------------------
@@ -54,10 +54,10 @@ def test_operations_are_those_of_one_matrix(make):
 @pytest.mark.parametrize("make", [diagonal, dense])
 def test_each_chain_has_its_own_matrix(make):
     mass = make()
-    mass = replace(mass, deviation=mass.deviation * torch.rand(5, 1).double())
+    mass = replace(mass, variance=mass.variance * torch.rand(5, 1).double())
     noise = torch.randn(5, D, dtype=torch.float64)
     for chain in range(5):
-        alone = replace(mass, deviation=mass.deviation[chain])
+        alone = replace(mass, variance=mass.variance[chain])
         for operation in ("velocity", "whiten", "momentum", "kinetic"):
             result = getattr(mass, operation)(noise)[chain]
             torch.testing.assert_close(result, getattr(alone, operation)(noise[chain]))
@@ -81,7 +81,7 @@ def of_each_chain(draws: Tensor, full: bool = False) -> Mass:
 def estimated(draws: Tensor, kind: str) -> Mass:
     """The geometric mean of the chains' matrices."""
     mass = of_each_chain(draws, kind == "dense")
-    return replace(mass, deviation=mass.deviation.log().mean(0).exp())
+    return replace(mass, variance=mass.variance.log().mean(0).exp())
 
 
 @pytest.mark.stochastic

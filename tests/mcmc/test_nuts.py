@@ -149,7 +149,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(
     banana, step, rotated, masked
 ):
     mass = DenseMass.of(
-        torch.tensor([1.0, 1.4], dtype=torch.float64),
+        torch.tensor([1.0, 2.0], dtype=torch.float64),
         torch.tensor([[1.0, 0.4], [0.4, 1.0]], dtype=torch.float64),
     )
     density = (
@@ -212,7 +212,7 @@ def test_chains_keep_their_places_while_others_finish(generator, masked):
     kernel = NUTS(None, step_size=0.3)
     deviation = torch.rand(20, 4, dtype=torch.float64) + 0.5  # of each chain
     deviation[:, 0] = 0.0
-    state = tuned(kernel.init(density, z, 0, generator), mass=Still(deviation))
+    state = tuned(kernel.init(density, z, 0, generator), mass=Still(deviation.square()))
     for _ in range(5):
         before, density.batches = state, []
         state = kernel.step(density, state)

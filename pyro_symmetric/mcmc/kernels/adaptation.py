@@ -515,12 +515,12 @@ class MassEstimate:
             scatter = self.window.scatter.sum(0)
             pooled = torch.where(scatter > 0, scatter / self.degrees, pooled)
         patterns = self.window.patterns(pooled)
-        deviation = torch.exp(0.5 * self.reliability(pooled) * patterns) * pooled.sqrt()
+        variance = torch.exp(self.reliability(pooled) * patterns) * pooled
         if self.products is None:
-            return Mass(deviation)
+            return Mass(variance)
         if correlation is None:
             correlation = torch.diag(torch.ones_like(pooled))
-        return DenseMass.of(deviation, correlation)
+        return DenseMass.of(variance, correlation)
 
     @property
     def degrees(self) -> int:

@@ -239,20 +239,20 @@ class Mass:
 
     One step size then suits all directions. Vectors have shape ``(C, D)``.
 
-    :param deviation: standard deviations, the roots of the diagonal of
-        :math:`\Sigma`, of each chain ``(C, D)`` or of all ``(D,)``.
+    :param variance: the diagonal of :math:`\Sigma`, of each chain ``(C, D)`` or of all
+        ``(D,)``.
     """
 
-    deviation: Tensor
+    variance: Tensor
 
     @property
-    def variance(self) -> Tensor:
-        r"""The diagonal of :math:`\Sigma`."""
-        return self.deviation.square()
+    def deviation(self) -> Tensor:
+        """The roots of the variances."""
+        return self.variance.sqrt()
 
     def of_chains(self, chains: Tensor) -> Mass:
         """Select the matrices of some chains, by their indices."""
-        return replace(self, deviation=self.deviation[chains])
+        return replace(self, variance=self.variance[chains])
 
     def velocity(self, momentum: Tensor) -> Tensor:
         r"""Return :math:`M^{-1} p = \Sigma p`."""
@@ -289,7 +289,7 @@ class DenseMass(Mass):
     whitener: Tensor
 
     @classmethod
-    def of(cls, deviation: Tensor, correlation: Tensor) -> DenseMass:
+    def of(cls, variance: Tensor, correlation: Tensor) -> DenseMass:
         """Return the matrix with a positive definite correlation matrix."""
         exact = correlation.double()
         eye = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
@@ -297,11 +297,12 @@ class DenseMass(Mass):
             torch.linalg.cholesky(exact), eye, upper=False
         )
         return cls(
-            deviation, correlation.to(deviation.dtype), whitener.to(deviation.dtype)
+            variance, correlation.to(variance.dtype), whitener.to(variance.dtype)
         )
 
     def velocity(self, momentum: Tensor) -> Tensor:
-        return (momentum * self.deviation) @ self.correlation * self.deviation
+        deviation = self.deviation
+        return (momentum * deviation) @ self.correlation * deviation
 
     def whiten(self, z: Tensor) -> Tensor:
         return (z / self.deviation) @ self.whitener.t()
