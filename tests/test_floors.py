@@ -63,8 +63,8 @@ INSIDE = {
         ["integer_algebra", "reads", "trace"],
         ["flow", "linear_twin"],
         ["verify"],
-        ["cells", "model_density", "repeats", "rules", "trials"],
-        ["whole_sites"],
+        ["cells", "model_density", "propagate", "rules", "trials"],
+        ["repeats", "whole_sites"],
         ["exponents"],
         [
             *("alike", "completeness", "conservation_law", "members", "model_check"),

@@ -38,7 +38,7 @@ from pyro_symmetric.discovery.conservation_law import (
     grouped,
     with_multipliers,
 )
-from pyro_symmetric.discovery.flow import Flow, Leaf, propagate
+from pyro_symmetric.discovery.flow import Flow, Leaf
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, is_bounded
 from pyro_symmetric.discovery.members import members_of
 from pyro_symmetric.discovery.model_symmetry import (
@@ -46,6 +46,7 @@ from pyro_symmetric.discovery.model_symmetry import (
     is_pyro_model,
     of_bayesian_model,
 )
+from pyro_symmetric.discovery.propagate import propagate
 from pyro_symmetric.discovery.registry import Array, Part
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,

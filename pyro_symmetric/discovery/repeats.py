@@ -42,8 +42,8 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
 
-from pyro_symmetric.discovery.flow import STATISTICS
 from pyro_symmetric.discovery.integer_algebra import Exponents, independent, vanishing
+from pyro_symmetric.discovery.propagate import STATISTICS
 from pyro_symmetric.discovery.reads import arguments_of
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trace import Trace

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import UnknownOperator, find_symmetry
-from pyro_symmetric.discovery.flow import Flow, propagate
+from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.propagate import propagate
 from pyro_symmetric.discovery.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import Trace, UntraceableError
