@@ -141,7 +141,9 @@ class Density:
         stochastic-gradient samplers; ``None``: all. The mini-batches of other models
         come from their plates with ``subsample_size``.
     :param subsampled: whether the model may subsample its data.
-    :param num_warmup: expected iterations of warm-up; ``num_samples``: of sampling.
+    :param num_warmup: expected iterations of warm-up; ``num_samples``: after it.
+    :param num_steps: gradients of an iteration; ``None``: :data:`WARMUP_STEPS` in
+        warm-up, :data:`STEPS` times the fourth root of ``D`` after it.
     :ivar dim: number of unconstrained coordinates ``D``.
     :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch);
         empty if all data are used.

@@ -39,10 +39,9 @@ from pyro_symmetric.weights import drop_names, turns_back
 MAX_CHAINS = 64
 MAX_NETWORK_CHAINS = 16
 MIN_CHAINS = 4
-# from which on chains learn a common trajectory length better than each its own; of
-# compiled programs fewer, as the trees of NUTS take longer than most gradients
-MANY_CHAINS = 8
-MANY_COMPILED_CHAINS = 4
+# from which on a common trajectory length pays; of networks, whose gradients take
+# longer than the trees of NUTS, from more on
+MANY_CHAINS, MANY_NETWORK_CHAINS = 4, 8
 # chains times coordinates: a thousand draws of them take two gigabytes
 MAX_NUMBERS = 2**19
 DENSE = 200  # coordinates
@@ -196,8 +195,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
       and the draws into memory: there, an evaluation of 64 chains costs little more
       than one of 4, and all of them inform warm-up. Compiled networks are evaluated
       chain by chain and gain from many chains only in warm-up.
-    * **AdaptiveHMC** for many chains, which it moves in step; NUTS would wait for the
-      longest tree.
+    * **AdaptiveHMC** for 4 chains or more, of networks 8, which it moves in step; NUTS
+      would wait for the longest tree, and builds it by many small operations.
     * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations
       a step and saves many steps. Not for networks, whose modes differ in their
       correlations.
@@ -220,7 +219,7 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
         why = "as asked"
         chains = num_chains
     full_mass = density.dim <= DENSE and not density.is_network
-    many = MANY_COMPILED_CHAINS if density.engine == "compiled" else MANY_CHAINS
+    many = MANY_NETWORK_CHAINS if density.is_network else MANY_CHAINS
     kind = AdaptiveHMC if chains >= many else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
     choice = (

@@ -15,7 +15,7 @@ from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge
 from pyro_symmetric.posterior.posterior import Posterior
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
-USUAL = 2  # index of the length of warm-up that is expected of several
+EXPECTED_WARMUP = 300  # of a length that the chains decide
 PLACEHOLDERS = {
     "num_samples": "auto",
     "num_warmup": "auto",
@@ -89,8 +89,7 @@ class Settings:
         """Build the density of the kernel's model."""
         num_warmup = self.num_warmup
         if isinstance(num_warmup, str):
-            warmups = self.kernel.warmups
-            num_warmup = warmups[min(USUAL, len(warmups) - 1)]
+            num_warmup = max(self.kernel.warmups[0], EXPECTED_WARMUP)
         return Density(
             self.kernel.model,
             self.args,

@@ -157,18 +157,18 @@ def variances_by_formula(draws: np.ndarray) -> np.ndarray:
     """The variances ``(C, D)`` that warm-up makes of the draws ``(S, C, D)`` of a
     window, from all of them at once.
     """
-    length, chains, _ = draws.shape
+    length, chains, dim = draws.shape
     degrees = chains * (length - 1)
     pooled = (draws.var(0, ddof=1).mean(0) * degrees + 5 * 1e-3) / (degrees + 5)
 
     def pattern(part: np.ndarray) -> np.ndarray:
         logs = np.log(part.var(0, ddof=1) / pooled).clip(np.log(1e-4))
-        return logs - logs.mean(1, keepdims=True)
+        return logs - logs.mean(1, keepdims=True) + logs.mean()
 
     first, second = (
         pattern(half) - pattern(half).mean(0)
         for half in (draws[: length // 2], draws[length // 2 :])
     )
     rho = 2 * (first * second).sum() / ((first**2).sum() + (second**2).sum())
-    rho = max(rho, 0.0)
+    rho = max(rho - ((chains - 1) * (dim - 1)) ** -0.5, 0.0)
     return pooled * np.exp(2 * rho / (1 + rho) * pattern(draws))

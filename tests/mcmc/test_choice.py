@@ -60,7 +60,7 @@ def test_chains_are_fewer_the_more_an_evaluation_holds():
     assert [choice(wide, dim).num_chains for dim in (10, 20_000, 10**6)] == [64, 16, 4]
     assert choice(branching).num_chains == 4  # which are evaluated one after another
     assert (
-        "NUTS with 4 chains (as few as can be compared)"
+        "AdaptiveHMC with 4 chains (as few as can be compared)"
         in choice(normal, torch.randn(10**6)).chosen
     )
 
@@ -72,12 +72,20 @@ def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
     assert "NUTS with 2 chains (as asked)" in few.chosen
 
 
-@pytest.mark.cpu
-def test_four_chains_of_compiled_programs_are_moved_in_step():
-    settings = Settings(NUTS(normal), (torch.randn(5),), engine="compiled")
-    compiled, few = (choose(settings, count)[0].kernel for count in (4, 3))
-    assert (type(compiled), type(few)) == (AdaptiveHMC, NUTS)
-    assert type(choice(normal, torch.randn(5), num_chains=4).kernel) is NUTS
+def test_four_chains_are_moved_in_step_but_for_those_of_networks():
+    kernel = choice(normal, torch.randn(5), num_chains=4).kernel
+    assert type(kernel) is AdaptiveHMC
+    found = choice(network(), torch.randn(5, 2), torch.randn(5), num_chains=4)
+    assert type(found.kernel) is NUTS
+
+
+def test_a_run_of_four_chains_that_is_extended_resumes(tmp_path):
+    options = {"num_chains": 4, "num_warmup": 20, "store": tmp_path, "progress": False}
+    data = torch.randn(5)
+    first = sample(normal, data, num_samples=10, **options)
+    longer = sample(normal, data, num_samples=2000, **options)
+    for name, value in first.samples.items():
+        assert torch.equal(longer.samples[name][:, :10], value)
 
 
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):

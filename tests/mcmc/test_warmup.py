@@ -234,16 +234,43 @@ def test_only_a_chain_that_hardly_accepts_takes_shorter_steps(density, generator
     kernel = HMC(None, step_size=0.1)
     state = kernel.init(density, torch.tensor(draws[0]), 200, generator)
     states = fed(kernel, density, state, draws, acceptances, 200)
-    last_window = window_ends(200)[1][-1]
-    for iteration in range(last_window, 200):
+    first = window_ends(200)[1][0]
+    for iteration in range(first, 200):
         step = states[iteration].tuning.step_size
         ratio = (step / step[2]).log()
-        count = iteration + 1 - last_window
-        assert float(ratio[0]) == pytest.approx(0.2 * (0.05 - 0.45) * count, rel=1e-9)
+        slowed = max(0.2 * (0.05 - 0.45) * (iteration + 2 - first), -20.0)
+        assert float(ratio[0]) == pytest.approx(slowed, rel=1e-9)
         assert -0.1 <= float(ratio[1]) <= 0
         assert (ratio[2:] == 0).all()
-    # the mass matrix is new, and so is the search
-    assert (states[last_window - 1].tuning.slowing == 0).all()
+
+
+@pytest.mark.parametrize("chains", [4, 64])
+def test_a_chain_in_a_narrow_place_does_not_slow_the_others(chains, generator):
+    """Its scale is a fiftieth of theirs, in all coordinates."""
+    scale = torch.ones(chains, 1, dtype=torch.float64)
+    scale[0] = 0.02
+    precisions = 1 / scale.square()
+
+    class Places(GaussianPotential):
+        def energy_and_gradient(self, z, rows=None):
+            return 0.5 * (precisions * z.square()).sum(-1), precisions * z
+
+    density = Places(torch.ones(10, dtype=torch.float64), rotated=False)
+    kernel = HMC(None)
+    state = kernel.init(density, scale * density.sample(chains), 300, generator)
+    for iteration in range(300):
+        state = kernel.adapt(density, kernel.step(density, state), iteration, 300)
+    steps = state.tuning.step_size
+    assert steps[0] < 0.2 * steps[1]
+    assert (steps[1:] > 0.9 * steps[1:].median()).all()
+    rates = torch.stack(
+        [
+            (state := kernel.step(density, state)).statistics["acceptance_rate"]
+            for _ in range(100)
+        ]
+    ).mean(0)
+    assert rates[0] > 0.3
+    assert 0.8 < rates[1:].mean() < 0.97
 
 
 def test_what_isnt_to_be_adapted_stays(density, generator):

@@ -10,8 +10,9 @@ the step size settles (:func:`window_ends`).
 own step size, since scales differ far out in the tails. As chains approach the typical
 set, much longer steps may become possible, so the search for a first step size is
 repeated after 1, 2, 4, 8, ... iterations. Afterwards all chains share one step size,
-adapted to their mean acceptance. Only a chain that accepts less than half as often as
-it should takes shorter ones: its mass matrix may be that of its way to the typical set.
+adapted to their mean acceptance. A chain that lately accepted less than half as often
+as it should takes shorter ones: its mass matrix may be that of its way to the
+typical set. Its acceptance doesn't count in the mean.
 
 **The mass matrix** is the covariance *within* chains: chains of a network usually sit
 in different modes, and the distance between modes says nothing about the length of a
@@ -51,7 +52,9 @@ from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.statistics import chain_statistics
 
 DECAY = 0.6  # exponent of the gain; averaging requires one between 1/2 and 1
-SLOWING = 0.2  # gain of the factor by which a chain that is stuck takes shorter steps
+# gain and least logarithm of the factor by which a chain that is stuck takes shorter
+# steps
+SLOWING, MOST_SLOWING = 0.2, -20.0
 LARGEST_GAIN = 8.0  # for targets near 1, where the acceptance curve is flat
 LARGEST_CHANGE = 1.0  # of the log step size in one iteration
 # iteration from which the gain is constant while chains approach the typical set
@@ -99,7 +102,7 @@ class HamiltonianTuning:
     :param estimate: covariance in the current window; ``None`` outside of windows.
     :param blind: whether the mass matrix is still unknown.
     :param slowing: logarithm of the factor of each chain's step size, ``(C,)``: below 0
-        in chains that accept less than half as often as they should.
+        in chains that accepted less than half as often as they should; 0 in MCLMC.
     """
 
     step_size: Tensor
@@ -160,7 +163,7 @@ class TunedKernel(Kernel):
             energy, 0.1 if self.step_size is None else self.step_size
         )
         blind = self.adapt_mass_matrix and len(window_ends(num_warmup)[1]) > 0
-        mass = self._empty_estimate(z, 0).mass()
+        mass = mass_of(torch.ones_like(z), self.full_mass)
         tuning = HamiltonianTuning(
             step,
             self.search(step, blind),
@@ -208,13 +211,13 @@ class TunedKernel(Kernel):
                 state = self._find_step_size(density, state, _average_step_size(state))
         if ends and (done == begin or done in ends[:-1]):
             length = min(end for end in ends if end > done) - done
-            state = tuned(state, estimate=self._empty_estimate(state.z, length))
-        if done == num_warmup and self.adapt_step_size:
-            state = tuned(state, step_size=_average_step_size(state))
+            empty = MassEstimate.start(state.z, length, full=self.full_mass)
+            state = tuned(state, estimate=empty)
+        if done == num_warmup:  # which may be within a window of a longer warm-up
+            state = tuned(state, estimate=None)
+            if self.adapt_step_size:
+                state = tuned(state, step_size=_average_step_size(state))
         return state
-
-    def _empty_estimate(self, z: Tensor, length: int) -> MassEstimate:
-        return MassEstimate.start(z, length, full=self.full_mass)
 
     def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
         """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
@@ -271,22 +274,29 @@ class HamiltonianKernel(TunedKernel):
         )
 
     def acceptance(self, state: State) -> Tensor:
-        return state.statistics["acceptance_rate"]
+        """Return acceptance rates, those of slowed chains replaced by the mean of the
+        others, to which the shared step size is adapted.
+        """
+        rates = state.statistics["acceptance_rate"]
+        is_slowed = state.tuning.slowing < 0
+        if is_slowed.all():
+            return rates
+        return rates.where(~is_slowed, rates[~is_slowed].mean())
 
     def adapt(
         self, density: Density, state: State, iteration: int, num_warmup: int
     ) -> State:
         before: HamiltonianTuning = state.tuning
-        acceptance = self.acceptance(state)
+        rates = state.statistics["acceptance_rate"]
         state = super().adapt(density, state, iteration, num_warmup)
         tuning: HamiltonianTuning = state.tuning
         if not self.adapt_step_size or tuning.blind:
             return state
-        slowing = torch.zeros_like(acceptance)
-        if tuning.mass is before.mass:
-            excess = acceptance - self.target_accept_prob / 2
-            slowing = (before.slowing + SLOWING * excess).clamp(max=0)
-        return tuned(state, slowing=slowing, step_size=tuning.step_size * slowing.exp())
+        excess = rates - self.target_accept_prob / 2
+        slowing = (before.slowing + SLOWING * excess).clamp(MOST_SLOWING, 0)
+        step = tuning.step_size * slowing.exp()
+        step = step.clamp(min=torch.finfo(step.dtype).tiny)
+        return tuned(state, slowing=slowing, step_size=step)
 
 
 def tuned(state: State, **parts: Any) -> State:
@@ -426,6 +436,16 @@ class Spread:
         mean = self.mean + delta / count
         return Spread(mean, self.scatter + delta * (z - mean), count)
 
+    def merged(self, later: Spread) -> Spread:
+        """Return the spread of the draws of both (Chan, Golub & LeVeque 1983)."""
+        count = self.count + later.count
+        share = later.count / max(count, 1)
+        change = later.mean - self.mean
+        between = change.square() * (self.count * share)
+        return Spread(
+            self.mean + share * change, self.scatter + later.scatter + between, count
+        )
+
     def pooled(self) -> Tensor:
         """Return the variance within chains, ``(D,)``, pooled over them and shrunk; 1
         for fewer than two draws of each chain.
@@ -438,15 +458,15 @@ class Spread:
         return variance * share + PRIOR_VARIANCE * (1 - share)
 
     def patterns(self, pooled: Tensor) -> Tensor:
-        """Return the logs of the chains' variances relative to pooled ones, ``(C, D)``,
-        up to a factor for each chain: a chain that hardly moves does so in all
-        coordinates.
+        """Return the logs of the chains' variances relative to pooled ones, ``(C, D)``.
+        All chains have the same mean over coordinates: a chain that hardly moves does
+        so in all of them.
         """
         variance = torch.maximum(
             self.scatter / max(self.count - 1, 1), LEAST_VARIANCE * pooled
         )
-        logs = (variance / pooled).log()
-        return logs - logs.mean(1, keepdim=True)
+        logs = (variance / pooled).log().nan_to_num(0.0, 0.0)
+        return logs - logs.mean(1, keepdim=True) + logs.mean()
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,30 +475,30 @@ class MassEstimate:
 
     Chains in copies of one mode, as of a mixture, have the same variances in another
     order. With :math:`\bar v` the variances pooled over the chains, and :math:`v` those
-    of a chain, times a factor that makes :math:`\log (v / \bar v)` zero on average,
+    of a chain, times a factor that makes the mean of :math:`\log (v / \bar v)` over the
+    coordinates that of all chains,
 
     .. math:: \sigma^2 = \bar v \left(\frac{v}{\bar v}\right)^r, \qquad
         r = \frac{2 \rho}{1 + \rho},
 
     where :math:`\rho` is the correlation over the chains of :math:`\log v` in the first
-    and the second half of the window. So :math:`r` is the share of the differences
-    between chains that isn't noise (Spearman 1910; Brown 1910): near 0 where all chains
-    sample one mode, and near 1 where their modes differ.
+    and the second half of the window, less its standard error without a correlation. So
+    :math:`r` is the share of the differences between chains that isn't noise (Spearman
+    1910; Brown 1910): near 0 where all chains sample one mode, and near 1 where their
+    modes differ.
 
-    :param window: spread of all of the draws.
-    :param halves: of those of the first and the second half of the window.
+    :param halves: spread of the first and of the second half of the window.
     :param length: of the window.
     :param products: outer products of deviations, summed over chains and draws, ``(D,
         D)`` in double precision, for a dense matrix; ``None`` for a diagonal one.
     """
 
-    window: Spread
     halves: tuple[Spread, Spread]
     length: int
     products: Tensor | None = None
 
     @classmethod
-    def start(cls, z: Tensor, length: int = 0, *, full: bool = False) -> MassEstimate:
+    def start(cls, z: Tensor, length: int, *, full: bool) -> MassEstimate:
         """Return an empty estimate for chains ``(C, D)``.
 
         :param full: whether the matrix is dense.
@@ -486,70 +506,80 @@ class MassEstimate:
         dim = z.shape[-1]
         products = z.new_zeros(dim, dim, dtype=torch.double) if full else None
         empty = Spread.start(z)
-        return cls(empty, (empty, empty), length, products)
+        return cls((empty, empty), length, products)
+
+    @property
+    def window(self) -> Spread:
+        """The spread of all draws."""
+        first, second = self.halves
+        return first.merged(second)
 
     def update(self, z: Tensor) -> MassEstimate:
         """Add one draw of every chain, ``(C, D)``."""
-        window = self.window.update(z)
         first, second = self.halves
-        if 2 * window.count <= self.length:
-            first = first.update(z)
-        else:
-            second = second.update(z)
         products = self.products
         if products is not None:
             # The squares of these rows sum to the scatter about the final means.
-            shrinkage = self.window.count / window.count
-            rows = (z - self.window.mean).double() * shrinkage**0.5
+            before = self.window
+            shrinkage = before.count / (before.count + 1)
+            rows = (z - before.mean).double() * shrinkage**0.5
             products = products + rows.mT @ rows
-        return MassEstimate(window, (first, second), self.length, products)
+        if first.count < self.length // 2:
+            first = first.update(z)
+        else:
+            second = second.update(z)
+        return MassEstimate((first, second), self.length, products)
 
     def mass(self) -> Mass:
-        """Return the mass matrices; the identity for fewer than two draws per chain.
-        Correlations are estimated from :data:`DRAWS_PER_COORDINATE` draws per
-        coordinate on."""
-        pooled = self.window.pooled()
-        correlation = self._correlation()
-        if correlation is not None:
+        """Return the mass matrices. Correlations are estimated from
+        :data:`DRAWS_PER_COORDINATE` draws per coordinate on."""
+        window = self.window
+        pooled = window.pooled()
+        degrees = len(window.mean) * (window.count - 1)
+        correlation = None
+        if self.products is not None and degrees >= DRAWS_PER_COORDINATE * len(pooled):
+            correlation = self._correlation(degrees)
             # their units may differ by any factor, so that nothing is shrunk
-            scatter = self.window.scatter.sum(0)
-            pooled = torch.where(scatter > 0, scatter / self.degrees, pooled)
-        patterns = self.window.patterns(pooled)
-        variance = torch.exp(self.reliability(pooled) * patterns) * pooled
-        if self.products is None:
-            return Mass(variance)
-        if correlation is None:
-            correlation = torch.diag(torch.ones_like(pooled))
-        return DenseMass.of(variance, correlation)
+            scatter = window.scatter.sum(0)
+            pooled = torch.where(scatter > 0, scatter / degrees, pooled)
+        share = self.reliability(pooled)
+        variance = torch.exp(share * window.patterns(pooled)) * pooled
+        return mass_of(variance, self.products is not None, correlation)
 
-    @property
-    def degrees(self) -> int:
-        """Degrees of freedom of the pooled variances."""
-        return len(self.window.mean) * max(self.window.count - 1, 0)
-
-    def _correlation(self) -> Tensor | None:
-        """Return the pooled correlations ``(D, D)``, slightly shrunk; ``None`` if there
-        are too few draws.
-        """
-        if self.products is None:
-            return None
+    def _correlation(self, degrees: int) -> Tensor:
+        """Return the pooled correlations ``(D, D)``, slightly shrunk."""
+        assert self.products is not None
         squares = self.products.diagonal()
-        if self.degrees < DRAWS_PER_COORDINATE * len(squares):
-            return None
         norms = torch.where(squares > 0, squares, 1.0).sqrt()
         observed = (self.products / norms / norms[:, None]).fill_diagonal_(1.0)
-        shrinkage = PRIOR_VARIANCE * PRIOR_DRAWS / (self.degrees + PRIOR_DRAWS)
+        shrinkage = PRIOR_VARIANCE * PRIOR_DRAWS / (degrees + PRIOR_DRAWS)
         return observed.lerp(torch.diag(torch.ones_like(squares)), shrinkage)
 
     def reliability(self, pooled: Tensor) -> Tensor:
-        """Return :math:`r`, ``()``."""
+        """Return :math:`r`, ``()``; 0 for one chain or one coordinate."""
         first, second = (half.patterns(pooled) for half in self.halves)
         first = first - first.mean(0)
         second = second - second.mean(0)
-        covariance = (first * second).sum().clamp(min=0)
+        chains, dim = first.shape
+        degrees = (chains - 1) * (dim - 1)
+        if not degrees:
+            return torch.zeros_like(first[0, 0])
         variance = (first.square().sum() + second.square().sum()) / 2
-        correlation = torch.where(variance > 0, covariance / variance, 0.0)
+        observed = torch.where(variance > 0, (first * second).sum() / variance, 0.0)
+        correlation = (observed - degrees**-0.5).clamp(min=0)
         return 2 * correlation / (1 + correlation)
+
+
+def mass_of(variance: Tensor, full: bool, correlation: Tensor | None = None) -> Mass:
+    """Return the mass matrices of chains with variances ``(C, D)``.
+
+    :param full: whether they are dense; ``correlation`` is the identity by default.
+    """
+    if not full:
+        return Mass(variance)
+    if correlation is None:
+        correlation = torch.diag(torch.ones_like(variance[0]))
+    return DenseMass.of(variance, correlation)
 
 
 # the end ------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class AdaptiveTuning(HamiltonianTuning):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AdaptiveHMC(HamiltonianKernel):
-    r"""HMC that learns its trajectory length from many chains, about 8 or more.
+    r"""HMC that learns its trajectory length from many chains, 4 or more.
 
     The criterion is ChEES (Hoffman, Radul & Sountsov 2021) relative to the cost of a
     trajectory.

@@ -239,8 +239,7 @@ class Mass:
 
     One step size then suits all directions. Vectors have shape ``(C, D)``.
 
-    :param variance: the diagonal of :math:`\Sigma`, of each chain ``(C, D)`` or of all
-        ``(D,)``.
+    :param variance: the diagonal of :math:`\Sigma` of each chain, ``(C, D)``.
     """
 
     variance: Tensor
