@@ -599,11 +599,12 @@ class _Builder:
             for cell, units in units_of.items():
                 parents = set(self.cells[cell].parents)
                 in_columns = units_of is by_column
-                without = [parents, {cell, *parents}]
-                of_row = self._context(rows, by_row, without[not in_columns])[row]
-                of_column = self._context(
-                    columns.reshape(-1), by_column, without[in_columns]
-                )[column]
+                with_cell = {cell, *parents}
+                without = parents if in_columns else with_cell
+                of_row = self._context(rows, by_row, without)[row]
+                without = with_cell if in_columns else parents
+                of_column = self._context(columns.reshape(-1), by_column, without)
+                of_column = of_column[column]
                 context = of_row * (of_column.max() + 1) + of_column
                 location = leaf.site, 0, 2, leaf.buffer, in_columns
                 self._add_blocks(cell, units[position], context, location)

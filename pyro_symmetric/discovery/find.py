@@ -400,8 +400,8 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
                 if (number := pins[counts.argmax()]) >= 0:
                     target, _, fact = flow.refinements[number]
                     why = flow.origins[fact]
-                    by = "by " * (not why.startswith("because"))
-                    reason = f"pinned {by}{why}"
+                    is_cause = why.startswith("because")
+                    reason = f"pinned {why}" if is_cause else f"pinned by {why}"
             if movers:
                 home = movers[0].axes[0]
                 target = next(

@@ -274,13 +274,15 @@ class Verification:
         return not (self.broken or self.unknown)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.function}: invariant under the group; the largest change seen is "
-            f"{self.error:.1e} {self.unit}"
-        ]
+        lines = []
         if self.broken:
             names = [move.name for move in self.broken]
-            lines = [f"{self.function}: not invariant under the units {names}"]
+            lines.append(f"{self.function}: not invariant under the units {names}")
+        else:
+            lines.append(
+                f"{self.function}: invariant under the group; the largest change seen "
+                f"is {self.error:.1e} {self.unit}"
+            )
         for move, name, change, sites, remedy in self.broken:
             text = (
                 f"units {name!r}: a change of {change:.3g} {self.unit} when they {move}"
