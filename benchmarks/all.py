@@ -95,7 +95,7 @@ RECORDS = (
         "posteriordb.speed",
         SAMPLERS,
         "--posteriors eight_schools-eight_schools_noncentered --seeds 3 --no-progress",
-        needs="NumPyro",
+        needs="NumPyro, BlackJAX",
     ),
     Record(
         "experiments.gelberg_2024.width_study",
@@ -190,7 +190,7 @@ RECORDS = (
         SAMPLERS,
         "--seeds 3 --no-progress",
         part="all",
-        needs="a night, posteriordb, NumPyro",
+        needs="a night, posteriordb, NumPyro, BlackJAX",
     ),
     Record("performance.saas", SAMPLERS, "--no-progress", needs="a night, NumPyro"),
     Record(

@@ -1,5 +1,5 @@
-"""One model, many samplers: this library's, NumPyro's and Pyro's, with draws and
-processor time of each.
+"""One model, many samplers: this library's, NumPyro's, BlackJAX's and Pyro's, with
+draws and processor time of each.
 """
 
 from __future__ import annotations
@@ -222,6 +222,67 @@ def numpyro_run(
     return Run(
         coordinates(
             {name: torch.as_tensor(found[name]) for name in order if name in found}
+        ),
+        *seconds,
+        sum(compiling),
+    )
+
+
+def blackjax_run(
+    problem: Problem, warmup: int, draws: int, chains: int, seed: int = 0
+) -> Run:
+    """BlackJAX's NUTS of NumPyro's density, all chains at once, each with a step size
+    and a diagonal mass matrix of its own, as BlackJAX's window adaptation finds them.
+    """
+    import blackjax
+    import jax
+    from numpyro import handlers
+    from numpyro.infer.util import initialize_model
+
+    model = problem.in_numpyro()
+    start_key, warmup_key, draws_key = jax.random.split(jax.random.PRNGKey(seed), 3)
+    start = initialize_model(jax.random.split(start_key, chains), model)
+
+    def log_density(position: Any) -> Any:
+        return -start.potential_fn(position)
+
+    @jax.jit
+    @jax.vmap
+    def warmed_up(key: Any, position: Any) -> Any:
+        adaptation = blackjax.window_adaptation(blackjax.nuts, log_density)
+        adapted, _ = adaptation.run(key, position, warmup)
+        return adapted.state, adapted.parameters
+
+    @jax.jit
+    @jax.vmap
+    def drawn(key: Any, state: Any, parameters: Any) -> Any:
+        kernel = blackjax.nuts(log_density, **parameters)
+
+        def move(state: Any, key: Any) -> Any:
+            state, _ = kernel.step(key, state)
+            return state, start.postprocess_fn(state.position)
+
+        return jax.lax.scan(move, state, jax.random.split(key, draws))[1]
+
+    def timed() -> tuple[Any, float, float]:
+        begun = processor_seconds()
+        keys = jax.random.split(warmup_key, chains)
+        adapted = jax.block_until_ready(warmed_up(keys, start.param_info.z))
+        middle = processor_seconds()
+        keys = jax.random.split(draws_key, chains)
+        found = jax.block_until_ready(drawn(keys, *adapted))
+        return found, processor_seconds() - middle, middle - begun
+
+    _, *compiling = timed()
+    found, *seconds = timed()
+    order = handlers.trace(handlers.seed(model, 0)).get_trace()
+    return Run(
+        coordinates(
+            {
+                name: torch.tensor(np.asarray(found[name]))
+                for name in order
+                if name in found
+            }
         ),
         *seconds,
         sum(compiling),

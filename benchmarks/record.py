@@ -29,7 +29,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "pyro-ppl", "numpy", "scipy")
-PEERS = ("numpyro", "jax")  # where they are installed
+PEERS = ("numpyro", "blackjax", "jax")  # where they are installed
 
 
 def main(argv: list[str] | None = None) -> int:

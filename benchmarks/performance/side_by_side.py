@@ -14,6 +14,11 @@ from pathlib import Path
 from benchmarks.harness import Results, Row, print_table, spread
 
 OURS, NUMPYRO = "ours", "NumPyro"
+# environment of JAX, which computes on all cores otherwise
+ONE_THREAD = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}
 
 
 def libraries() -> list[str]:
@@ -37,9 +42,7 @@ def in_fresh_process(code: str, programs: Path, *arguments: str) -> Row:
         "JAX_COMPILATION_CACHE_DIR": str(programs / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false "
-        "intra_op_parallelism_threads=1",
+        **ONE_THREAD,
     }
     finished = subprocess.run(
         [sys.executable, "-c", code, *arguments],

@@ -1,21 +1,23 @@
-"""Effective draws a second on posteriordb: this library beside NumPyro's NUTS, at its
-best, and Pyro's.
+"""Effective draws a second on posteriordb: this library beside the NUTS of NumPyro and
+of BlackJAX, at their best, and of Pyro.
 
     python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root
     FOLDER] [--json FILE]
 
-Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels
-with all else by default and as many warm-up iterations as NumPyro, compiled. What
-counts is the worst coordinate's effective sample size (bulk, of all chains) over
+Ours are ``chosen``, a call of ``sample`` with the model and the number of draws, and
+two kernels with all else by default and as many warm-up iterations as NumPyro,
+compiled. What counts is the worst coordinate's effective sample size (bulk, of all chains) over
 seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being
 compiled; ``cold`` with compiling, which NumPyro does in every process and this library
 once (its programs are kept on disk: empty PyTorch's cache for a first run's figures).
 NumPyro runs 4 chains one after another and at once, and 64 at once, each with a
-diagonal and with a dense mass matrix; its best counts, for each column apart. Pyro runs
-one chain, of a tenth of the iterations or of all. Chains whose R-hat exceeds 1.05
-sampled something else and count as no draws. All figures of a posterior come from one
-process: compare ratios, not seconds, if the machine has other work. Seeds after the
-first find all compiled, and have no ``cold``.
+diagonal and with a dense mass matrix; BlackJAX 4 and 64 chains at once, each with a
+diagonal matrix of its own. The best of a library counts, for each column apart. Pyro
+runs one chain, of a tenth of the iterations or of all. Chains whose R-hat exceeds 1.05
+sampled something else and count as no draws; where a peer has none, there is no ratio.
+All figures of a posterior come from one process of one thread: compare ratios, not
+seconds, if the machine has other work. Seeds after the first find all compiled, and
+have no ``cold``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,8 +36,16 @@ import numpy as np
 import torch
 
 import pyro_symmetric as ps
-from benchmarks.contestants import Problem, Run, numpyro_run, ours, pyro_run
+from benchmarks.contestants import (
+    Problem,
+    Run,
+    blackjax_run,
+    numpyro_run,
+    ours,
+    pyro_run,
+)
 from benchmarks.harness import Results, Row, parse, parser, print_table
+from benchmarks.performance.side_by_side import ONE_THREAD
 from benchmarks.posteriordb.catalogue import ENTRIES
 from benchmarks.posteriordb.database import Database
 
@@ -57,6 +68,10 @@ NUMPYRO: dict[str, Callable[..., Run]] = {
     for chains, method in ((4, "vectorized"), (4, "sequential"), (64, "vectorized"))
     for dense in (False, True)
 }
+BLACKJAX: dict[str, Callable[..., Run]] = {
+    f"BlackJAX, {chains} vectorized": partial(blackjax_run, chains=chains)
+    for chains in (4, 64)
+}
 PYRO: dict[str, Callable[..., Run]] = {
     "Pyro": pyro_run,
     "Pyro, all iterations": partial(pyro_run, part=1.0),
@@ -71,23 +86,19 @@ def row(options: argparse.Namespace, posterior: str, contestant: str, seed: int)
         for array in entry.read(Database(options.root).data(posterior))
     )
     problem = Problem(entry.write, arrays, getattr(torch, options.dtype))
-    run = {**OURS, **NUMPYRO, **PYRO}[contestant]
-    found = run(problem, options.warmup, options.draws, seed=seed).row()
+    run = {**OURS, **NUMPYRO, **BLACKJAX, **PYRO}[contestant]
+    numbers = run(problem, options.warmup, options.draws, seed=seed).row()
     if seed:
-        found["all"] = math.nan
-    return found
+        numbers["all"] = math.nan
+    return numbers
 
 
 def best(rows: list[Row], column: str) -> float:
-    """Most effective draws a second of any row whose chains agree; NaN if none's do."""
-    return max(
-        (
-            own[column]
-            for own in rows
-            if own["R-hat"] < R_HAT or math.isnan(own["R-hat"])
-        ),
-        default=math.nan,
-    )
+    """Return the most effective draws a second of any row; chains that disagree have
+    none.
+    """
+    agreeing = [row for row in rows if row["R-hat"] < R_HAT]
+    return max((row[column] for row in agreeing), default=0.0)
 
 
 def main() -> None:
@@ -100,7 +111,10 @@ def main() -> None:
         metavar="NAME",
     )
     arguments.add_argument(
-        "--contestants", nargs="+", default=[*OURS, *NUMPYRO, *PYRO], metavar="NAME"
+        "--contestants",
+        nargs="+",
+        default=[*OURS, *NUMPYRO, *BLACKJAX, *PYRO],
+        metavar="NAME",
     )
     arguments.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     arguments.add_argument(
@@ -116,9 +130,15 @@ def main() -> None:
     if options.quick:
         options.draws, options.warmup = 40, 40
     known = [*OURS, *PYRO]
+    os.environ.update(ONE_THREAD)  # read when JAX is imported
+    peers = ["jax"]
     if importlib.util.find_spec("numpyro"):
         known += NUMPYRO
-        print(", ".join(f"{name} {version(name)}" for name in ("numpyro", "jax")))
+        peers.append("numpyro")
+        if importlib.util.find_spec("blackjax"):  # takes NumPyro's densities
+            known += BLACKJAX
+            peers.append("blackjax")
+        print(", ".join(f"{name} {version(name)}" for name in peers))
     chosen = [name for name in known if name in options.contestants]
     results = Results.of(options, "draws", "warmup", "dtype")
     results.fill(
@@ -151,10 +171,14 @@ def told(values: list[float]) -> str:
 
 
 def ratios(results: Results, options: argparse.Namespace, names: list[str]) -> None:
-    """Print each of our samplers' effective draws a second over those of NumPyro's best
-    and of Pyro's, seed by seed.
+    """Print each of our samplers' effective draws a second over those of NumPyro's and
+    of BlackJAX's best and of Pyro's, seed by seed.
     """
-    for title, peers in (("NumPyro's best", NUMPYRO), ("Pyro", PYRO)):
+    for title, peers in (
+        ("NumPyro's best", NUMPYRO),
+        ("BlackJAX's best", BLACKJAX),
+        ("Pyro", PYRO),
+    ):
         for column, key in COLUMNS.items():
             means: dict[str, list[float]] = {name: [] for name in names}
             lines = []
@@ -181,10 +205,12 @@ def ratios(results: Results, options: argparse.Namespace, names: list[str]) -> N
 
 
 def ratio(rows: list[Row], name: str, peers: Iterable[str], column: str) -> float:
-    """Return how many times the effective draws a second of the best peer one has."""
-    mine = best([found for found in rows if found["contestant"] == name], column)
-    theirs = best([found for found in rows if found["contestant"] in peers], column)
-    return mine / theirs
+    """Return how many times the effective draws a second of the best peer a contestant
+    has; NaN if no peer has any.
+    """
+    ours = best([row for row in rows if row["contestant"] == name], column)
+    theirs = best([row for row in rows if row["contestant"] in peers], column)
+    return ours / theirs if theirs else math.nan
 
 
 if __name__ == "__main__":
