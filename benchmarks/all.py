@@ -105,6 +105,12 @@ RECORDS = (
         needs="mnist10k",
     ),
     Record(
+        "experiments.gelberg_2024.training_scan",
+        GUIDES,
+        "--data-dir data --no-progress",
+        needs="mnist10k",
+    ),
+    Record(
         "performance.evidence",
         (*GUIDES, *SAMPLERS),
         "--particles 200 --moves 3 --seeds 3 --draws 250 --no-progress",

@@ -22,6 +22,7 @@ EXPERIMENTS = {
             "mixture_target",
             "two_weight_network",
             "width_study",
+            "training_scan",
             "mode_proximity",
         )
     },
