@@ -1,4 +1,4 @@
-"""Whether symmetrised training predicts better if it is shorter, or colder.
+"""Predictions after symmetrised training that is shorter, colder, or starts wider.
 
     python -m benchmarks.experiments.gelberg_2024.training_scan --data-dir data
 
