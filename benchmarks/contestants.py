@@ -89,12 +89,17 @@ class Run:
         self, function: Callable[[Tensor], Tensor] = Tensor.double
     ) -> dict[str, float]:
         """Effective draws of the worst coordinate, or of the worst value of a function
-        of draws, and how many a second."""
-        found = chain_statistics(function(self.draws))
-        worst = found.ess_bulk.min().item()
+        of draws, and how many a second. Coordinates that never change, such as zeros of
+        a triangular matrix, are left out; without others all are NaN.
+        """
+        statistics = chain_statistics(function(self.draws))
+        moves = ~statistics.r_hat.isnan()
+        if not moves.any():
+            moves[:] = True
+        worst = statistics.ess_bulk[moves].min().item()
         return {
             "worst effective": worst,
-            "R-hat": found.r_hat.max().item(),
+            "R-hat": statistics.r_hat[moves].max().item(),
             "draws a second": worst / self.sampling,
             "with warm-up": worst / (self.sampling + self.warmup),
             "all": worst / self.everything,
@@ -175,11 +180,9 @@ def numpyro_run(
     (``"sequential"``).
 
     NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are
-    compiled here, once, so that the second run is all sampling. Sites come in the order
-    of the model, which JAX forgets.
+    compiled here, once, so that the second run is all sampling.
     """
     import jax
-    from numpyro import handlers
     from numpyro.infer import MCMC, NUTS
 
     model = problem.in_numpyro()
@@ -205,26 +208,12 @@ def numpyro_run(
         return mcmc.get_samples(group_by_chain=True)
 
     keys = jax.random.split(jax.random.PRNGKey(seed), (chains // together, 2))
-
-    def timed() -> tuple[Any, float, float]:
-        begun = processor_seconds()
-        states = jax.block_until_ready([warmed_up(first) for first, _ in keys])
-        middle = processor_seconds()
-        parts = jax.block_until_ready(
-            [drawn(state, key) for state, (_, key) in zip(states, keys, strict=True)]
-        )
-        seconds = processor_seconds() - middle, middle - begun
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *parts), *seconds
-
-    _, *compiling = timed()
-    found, *seconds = timed()
-    order = handlers.trace(handlers.seed(model, 0)).get_trace()
-    return Run(
-        coordinates(
-            {name: torch.as_tensor(found[name]) for name in order if name in found}
-        ),
-        *seconds,
-        sum(compiling),
+    return run_twice(
+        model,
+        lambda: [warmed_up(first) for first, _ in keys],
+        lambda states: [
+            drawn(state, key) for state, (_, key) in zip(states, keys, strict=True)
+        ],
     )
 
 
@@ -236,7 +225,6 @@ def blackjax_run(
     """
     import blackjax
     import jax
-    from numpyro import handlers
     from numpyro.infer.util import initialize_model
 
     model = problem.in_numpyro()
@@ -264,25 +252,44 @@ def blackjax_run(
 
         return jax.lax.scan(move, state, jax.random.split(key, draws))[1]
 
+    warmup_keys = jax.random.split(warmup_key, chains)
+    draws_keys = jax.random.split(draws_key, chains)
+    return run_twice(
+        model,
+        lambda: warmed_up(warmup_keys, start.param_info.z),
+        lambda adapted: [drawn(draws_keys, *adapted)],
+    )
+
+
+def run_twice(
+    model: Callable[[], None],
+    warm_up: Callable[[], Any],
+    draw: Callable[[Any], list[Any]],
+) -> Run:
+    """Run a sampler of JAX twice: what the first run takes has compiling. Sites come in
+    the order of the model, which JAX forgets.
+
+    :param model: NumPyro's.
+    :param warm_up: returns states.
+    :param draw: states -> draws of some chains each, by site, ``(chains, draws, ...)``.
+    """
+    import jax
+    from numpyro import handlers
+
     def timed() -> tuple[Any, float, float]:
         begun = processor_seconds()
-        keys = jax.random.split(warmup_key, chains)
-        adapted = jax.block_until_ready(warmed_up(keys, start.param_info.z))
+        states = jax.block_until_ready(warm_up())
         middle = processor_seconds()
-        keys = jax.random.split(draws_key, chains)
-        found = jax.block_until_ready(drawn(keys, *adapted))
-        return found, processor_seconds() - middle, middle - begun
+        parts = jax.block_until_ready(draw(states))
+        seconds = processor_seconds() - middle, middle - begun
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *parts), *seconds
 
     _, *compiling = timed()
     found, *seconds = timed()
     order = handlers.trace(handlers.seed(model, 0)).get_trace()
     return Run(
         coordinates(
-            {
-                name: torch.tensor(np.asarray(found[name]))
-                for name in order
-                if name in found
-            }
+            {name: torch.as_tensor(found[name]) for name in order if name in found}
         ),
         *seconds,
         sum(compiling),
