@@ -182,10 +182,12 @@ def main(argv: list[str] | None = None) -> None:
         return
     results = Results(options.json, {}, options.progress)
     names = reference_names()
-    certified = [
-        name for name in names if not ps.datasets.reference(name).certificate["doubts"]
-    ]
     if not options.write:
+        certified = [
+            name
+            for name in names
+            if not ps.datasets.reference(name).certificate["doubts"]
+        ]
         results.fill(measure, name=certified, method=METHODS, seed=range(options.seeds))
     table = leaderboard(results)
     print(table.to_string(index=False, float_format="{:.3f}".format))
