@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Generator, Tensor
 from tqdm import tqdm
 
@@ -15,8 +16,8 @@ from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.arguments import Json
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.errors import first_line
-from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.settling import LIMIT, Agreement, ModeMasses
 from pyro_symmetric.mcmc.resume import (
     VERSIONS,
     allowed_difference,
@@ -59,6 +60,9 @@ class RunState:
     :param agreement: record of warm-up that tells whether the chains have settled;
         ``None`` once it has ended.
     :param r_hat: of the last such check; ``None`` without any.
+    :param masses: of the chains' modes; ``None`` if no chain is to move to another
+        one's.
+    :param restarted: how often a chain has moved to another one's mode.
     :param seed: of the run, given or drawn.
     :param one_start: whether several chains started at one point.
     :param seconds: time spent in each phase, updated in place.
@@ -71,6 +75,8 @@ class RunState:
     num_warmup: int
     agreement: Agreement | None = None
     r_hat: float | None = None
+    masses: ModeMasses | None = None
+    restarted: int = 0
     seed: int = 0
     one_start: bool = False
     seconds: dict[str, float] = field(
@@ -188,6 +194,7 @@ class Run:
             draws=0,
             num_warmup=lengths[-1],
             agreement=Agreement() if len(lengths) > 1 else None,
+            masses=ModeMasses() if settings.may_restart(density) else None,
             seed=seed,
             one_start=len(z) > 1 and bool((z == z[:1]).all()),
         )
@@ -272,6 +279,10 @@ class Run:
                 "shape"
             )
         if iteration < run_state.num_warmup:
+            if run_state.masses is not None:
+                run_state, moved = restarted(
+                    run_state, run_state.masses, moved, kernel.restarts
+                )
             if run_state.agreement is not None:
                 lengths = settings.warmups(density)
                 run_state = end_if_settled(
@@ -320,6 +331,7 @@ class Run:
             "num_warmup": state.num_warmup,
             "warmup_r_hat": state.r_hat,
             **({"one_start": True} if state.one_start else {}),
+            **({"restarted": state.restarted} if state.restarted else {}),
             "thinning": settings.thinning,
             "seed": state.seed,
             "device": str(density.device),
@@ -367,6 +379,29 @@ class Run:
 
 
 # small steps --------------------------------------------------------------------------
+
+
+def restarted(
+    run_state: RunState, masses: ModeMasses, state: State, times: tuple[int, ...]
+) -> tuple[RunState, State]:
+    """Move chains in negligible modes to where others are, with their history, if this
+    iteration is one of the ``times``.
+    """
+    masses = masses.update(run_state.iteration, state.z, state.energy)
+    if run_state.iteration + 1 not in times:
+        return replace(run_state, masses=masses), state
+    run_state = replace(run_state, masses=ModeMasses())
+    chains = masses.sources(state.generator)
+    if chains is None:
+        return run_state, state
+    stay = chains == torch.arange(len(chains), device=chains.device)
+    agreement = run_state.agreement
+    run_state = replace(
+        run_state,
+        agreement=None if agreement is None else agreement.of_chains(chains),
+        restarted=run_state.restarted + int((~stay).sum()),
+    )
+    return run_state, state.of_chains(chains)
 
 
 def end_if_settled(

@@ -10,6 +10,7 @@ from typing import Any
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Args, Device, Dtype, Entries
 from pyro_symmetric.density.density import Density
+from pyro_symmetric.mcmc.kernels.adaptation import MANY_CHAINS
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge
 from pyro_symmetric.posterior.posterior import Posterior
@@ -84,6 +85,19 @@ class Settings:
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
+
+    def may_restart(self, density: Density) -> bool:
+        """Return whether chains in modes of negligible mass go on from others' places:
+        many chains, started at random. Chains of networks don't; they are in many modes
+        that are worth seeing."""
+        is_random = self.initial is None or isinstance(self.initial, str)
+        return (
+            is_random
+            and self.kernel.init_strategy is None
+            and self.num_chains >= MANY_CHAINS
+            and not density.is_network
+            and len(self.kernel.restarts) > 0
+        )
 
     def build_density(self) -> Density:
         """Build the density of the kernel's model."""

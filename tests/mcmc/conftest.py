@@ -159,7 +159,10 @@ def variances_by_formula(draws: np.ndarray) -> np.ndarray:
     """
     length, chains, dim = draws.shape
     degrees = chains * (length - 1)
-    pooled = (draws.var(0, ddof=1).mean(0) * degrees + 5 * 1e-3) / (degrees + 5)
+    variances = draws.var(0, ddof=1)
+    lower_median = np.sort(variances, axis=0)[(chains - 1) // 2]
+    middle = lower_median if chains >= 16 else variances.mean(0)
+    pooled = (middle * degrees + 5 * 1e-3) / (degrees + 5)
 
     def pattern(part: np.ndarray) -> np.ndarray:
         logs = np.log(part.var(0, ddof=1) / pooled).clip(np.log(1e-4))

@@ -13,12 +13,8 @@ from scipy import stats
 
 from pyro_symmetric.compare import diagnose
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, sample
-from pyro_symmetric.mcmc.kernels.adaptation import (
-    LIMIT,
-    Agreement,
-    HamiltonianKernel,
-    window_ends,
-)
+from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, windows
+from pyro_symmetric.mcmc.kernels.settling import LIMIT, Agreement
 
 from .conftest import Killed, assert_same_draws
 
@@ -145,15 +141,16 @@ def test_what_is_kept_stays_bounded_and_a_coordinate_that_differs_is_seen():
     assert recorded(wide).r_hat() > 1.1
 
 
-def test_every_window_is_one_of_the_longest_warm_up():
+@pytest.mark.parametrize("chains", [1, 64])
+def test_every_window_is_one_of_the_longest_warm_up(chains):
     """So that a warm-up which ends early has done what it would have done if it had
     been asked for.
     """
-    _, longest = window_ends(LENGTHS[-1])
+    longest = windows(LENGTHS[-1], chains)
     for length in LENGTHS:
-        begin, ends = window_ends(length)
-        assert begin == window_ends(LENGTHS[-1])[0]
-        assert ends == tuple(end for end in longest if end < length)
+        begin, ends, early = windows(length, chains)
+        assert (begin, early) == (longest.begin, longest.early)
+        assert ends == tuple(end for end in longest.ends if end < length)
 
 
 # runs ---------------------------------------------------------------------------------

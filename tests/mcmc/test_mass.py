@@ -208,9 +208,10 @@ def test_chains_of_one_mode_share_their_deviations():
     assert (logs - logs.mean(0)).std() < 0.7 * (own - own.mean(0)).std()
 
 
+@pytest.mark.parametrize("chains", [15, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_deviations_are_those_of_the_formula(seed):
-    draws = copies(seed, draws=50)[0]
+def test_the_deviations_are_those_of_the_formula(seed, chains):
+    draws = copies(seed, draws=50, chains=chains)[0]
     deviation = of_each_chain(draws).deviation
     expected = variances_by_formula(draws.numpy()) ** 0.5
     assert deviation.numpy() == pytest.approx(expected, rel=1e-9)
@@ -230,6 +231,15 @@ def test_one_chain_or_one_coordinate_has_the_pooled_variance(chains, dim):
     pooled = (draws.var(0).mean(0) * degrees + 5 * 1e-3) / (degrees + 5)
     expected = pooled.expand(chains, dim)
     torch.testing.assert_close(of_each_chain(draws).variance, expected)
+
+
+def test_chains_on_their_way_do_not_widen_the_deviations_of_many():
+    draws = torch.randn(50, 64, D, dtype=torch.float64)
+    draws[:, :6] += 10 * torch.arange(50.0)[:, None, None]
+    deviation = of_each_chain(draws).deviation[6:]
+    assert deviation.log().abs().max() < 0.5
+    # the mean variance is a thousand times as large
+    assert draws.var(0).mean(0).min() > 500
 
 
 def test_a_constant_coordinate_leaves_the_others_as_they_are():

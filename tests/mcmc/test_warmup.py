@@ -14,6 +14,7 @@ from pyro_symmetric.mcmc import HMC
 from pyro_symmetric.mcmc.kernels.adaptation import (
     StepSizeAdaptation,
     window_ends,
+    windows,
 )
 from pyro_symmetric.mcmc.kernels.kernel import State
 
@@ -56,32 +57,33 @@ def fed(
     return states
 
 
-def numbers(count: int) -> tuple[np.ndarray, np.ndarray]:
+def numbers(count: int, chains: int = C) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
     # the distance between chains says nothing
-    modes = 100 * generator.normal(size=(C, 1))
-    draws = modes + generator.normal(size=(count, C, D)) * [0.5, 1.0, 2.0]
-    return draws, generator.uniform(0.5, 1, size=(count, C))
+    modes = 100 * generator.normal(size=(chains, 1))
+    draws = modes + generator.normal(size=(count, chains, D)) * [0.5, 1.0, 2.0]
+    return draws, generator.uniform(0.5, 1, size=(count, chains))
 
 
+@pytest.mark.parametrize("chains", [4, C])
 def test_each_window_gives_the_variances_within_chains_of_its_own_draws(
-    density, generator
+    chains, density, generator
 ):
     count = 200
-    begin, ends = window_ends(count)
-    assert len(ends) == 2  # so that the second doesn't know the first
-    draws, acceptances = numbers(count)
+    begin, ends, early = windows(count, chains)
+    assert len(ends) == (4 if chains == C else 2)
+    draws, acceptances = numbers(count, chains)
     kernel = HMC(None, step_size=0.1)
     state = kernel.init(density, torch.tensor(draws[0]), count, generator)
     assert state.tuning.blind
-    assert torch.equal(state.tuning.mass.variance, torch.ones(C, D).double())
+    assert torch.equal(state.tuning.mass.variance, torch.ones(chains, D).double())
     states = fed(kernel, density, state, draws, acceptances, count)
     assert states[ends[0] - 2].tuning.mass is state.tuning.mass
-    for first, end in zip((begin, ends[0]), ends, strict=True):
+    for first, end in zip((begin, *ends[:-1]), ends, strict=True):
         tuning, window = states[end - 1].tuning, draws[first:end]
         expected = variances_by_formula(window)
         assert tuning.mass.variance.numpy() == pytest.approx(expected, rel=1e-9)
-        assert not tuning.blind
+        assert tuning.blind == (end in early)
     assert states[-1].tuning.mass is states[ends[-1] - 1].tuning.mass
 
 
@@ -213,6 +215,27 @@ def test_a_step_that_was_for_a_far_place_is_found_anew_as_the_chain_arrives(
 
 def test_windows_are_stans():
     assert window_ends(1000) == (75, (100, 150, 250, 450, 950))
+
+
+def test_many_chains_have_two_early_windows_before_stans():
+    assert windows(1000, 15) == (75, (100, 150, 250, 450, 950), ())
+    assert windows(1000, 16) == (15, (25, 50, 100, 150, 250, 450, 950), (25, 50))
+    assert windows(100, 64) == (15, (25, 50, 90), (25, 50))
+    assert windows(99, 64) == (*window_ends(99), ())
+
+
+def test_while_the_mass_matrix_is_provisional_trajectories_are_short(generator):
+    """Without a limit they would have 300 steps here."""
+    density = GaussianPotential(torch.ones(D, dtype=torch.float64), rotated=False)
+    kernel = HMC(None, step_size=0.01, adapt_step_size=False)
+    state = kernel.init(density, density.sample(C), 150, generator)
+    steps = []
+    for iteration in range(150):
+        state = kernel.step(density, state)
+        steps.append(int(state.statistics["n_steps"][0]))
+        state = kernel.adapt(density, state, iteration, 150)
+    assert max(steps[:100]) == 16
+    assert max(steps[100:]) > 100
 
 
 @pytest.mark.parametrize("num_warmup", [*range(0, 200, 7), 500, 1234])

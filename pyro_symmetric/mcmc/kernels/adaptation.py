@@ -1,28 +1,24 @@
-r"""Warm-up of kernels with full gradients: the step size, shared by all chains, mass
-matrices, and the end of warm-up.
+r"""Warm-up of kernels with full gradients: the step size, shared by all chains, and
+mass matrices.
 
 **Windows.** As in Stan, the mass matrix is estimated in windows of doubling length,
 between an initial phase in which chains reach the typical set and a final one in which
-the step size settles (:func:`window_ends`).
+the step size settles (:func:`window_ends`). Many chains have enough draws in short
+windows, too: before those of Stan come two that give a provisional matrix
+(:func:`windows`), so that trajectories of few steps do.
 
 **The step size** :math:`\varepsilon` is found by stochastic approximation
-(:class:`StepSizeAdaptation`). Until the mass matrix is first known each chain has its
-own step size, since scales differ far out in the tails. As chains approach the typical
-set, much longer steps may become possible, so the search for a first step size is
-repeated after 1, 2, 4, 8, ... iterations. Afterwards all chains share one step size,
-adapted to their mean acceptance. A chain that lately accepted less than half as often
-as it should takes shorter ones: its mass matrix may be that of its way to the
-typical set. Its acceptance doesn't count in the mean.
+(:class:`StepSizeAdaptation`). Until the mass matrix is known, and while it is
+provisional, each chain has its own step size, since scales differ far out in the tails.
+As chains approach the typical set, much longer steps may become possible, so the search
+for a first step size is repeated after 1, 2, 4, 8, ... iterations. Afterwards all
+chains share one step size, adapted to their mean acceptance. A chain that lately
+accepted less than half as often as it should takes shorter ones: its mass matrix may be
+that of its way to the typical set. Its acceptance doesn't count in the mean.
 
 **The mass matrix** is the covariance *within* chains: chains of a network usually sit
 in different modes, and the distance between modes says nothing about the length of a
 trajectory. It is pooled over the chains as far as they agree (:class:`MassEstimate`).
-
-**The end** of a warm-up of length ``"auto"`` is when each chain is stationary. A kernel
-lists lengths at which its warm-up may end (``Kernel.warmups``). At each of them
-:class:`Agreement` computes a split :math:`\hat R` of the second half of the iterations;
-if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that ends after
-300 iterations has the same draws as one with ``num_warmup=300``.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -48,8 +44,6 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     leapfrog,
     resample_momenta,
 )
-from pyro_symmetric.posterior.diagnostics import R_HAT
-from pyro_symmetric.posterior.statistics import chain_statistics
 
 DECAY = 0.6  # exponent of the gain; averaging requires one between 1/2 and 1
 # gain and least logarithm of the factor by which a chain that is stuck takes shorter
@@ -59,14 +53,15 @@ LARGEST_GAIN = 8.0  # for targets near 1, where the acceptance curve is flat
 LARGEST_CHANGE = 1.0  # of the log step size in one iteration
 # iteration from which the gain is constant while chains approach the typical set
 FOLLOWING = 4
-BLIND_STEPS = 16  # of a trajectory while the mass matrix is unknown
+BLIND_STEPS = 16  # of a trajectory while the mass matrix is unknown or provisional
+# chains from which on short windows suffice; where those begin and end
+MANY_CHAINS = 16
+EARLY_BEGIN, EARLY_ENDS = 15, (25, 50)
+LEAST_WARMUP = 100  # with such windows
 MAX_TRIES = 60  # doublings or halvings of a first step size
 DRAWS_PER_COORDINATE = 2  # from which on correlations are estimated
 PRIOR_DRAWS, PRIOR_VARIANCE = 5.0, 1e-3  # shrinkage of variances, as in Stan
 LEAST_VARIANCE = 1e-4  # of a chain, relative to the pooled one
-LIMIT = R_HAT[1]
-OUTLIERS = 32  # one in so many chains may be stuck in a lower mode
-LARGEST = 999.0  # R-hat of chains that don't move
 # arguments of Pyro's kernels that mean nothing here, so that its programs run as they
 # are
 IGNORED = (
@@ -86,10 +81,6 @@ REFUSED = {
     "min_stepsize": "the step size is adapted without bounds; leave it out",
     "max_stepsize": "the step size is adapted without bounds; leave it out",
 }
-# limits of the thinned history; an even number of draws
-CHAINS = 64
-COORDINATES = 512
-DRAWS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +91,7 @@ class HamiltonianTuning:
     :param search: adaptation of the step size.
     :param mass: mass matrix of each chain.
     :param estimate: covariance in the current window; ``None`` outside of windows.
-    :param blind: whether the mass matrix is still unknown.
+    :param blind: whether the mass matrix is still unknown or provisional.
     :param slowing: logarithm of the factor of each chain's step size, ``(C,)``: below 0
         in chains that accepted less than half as often as they should; 0 in MCLMC.
     """
@@ -112,12 +103,25 @@ class HamiltonianTuning:
     blind: bool
     slowing: Tensor
 
+    def of_chains(self, chains: Tensor) -> Self:
+        """Select the results of some chains, by their indices."""
+        estimate = self.estimate
+        return replace(
+            self,
+            step_size=self.step_size[chains],
+            search=self.search.of_chains(chains),
+            mass=self.mass.of_chains(chains),
+            estimate=None if estimate is None else estimate.of_chains(chains),
+            slowing=self.slowing[chains],
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TunedKernel(Kernel):
     """Base class of kernels that follow trajectories with full gradients."""
 
     warmups = (150, 200, 300, 500, 900, 1700)  # with common windows
+    restarts = (100, *warmups)
 
     model: Model
     _: KW_ONLY
@@ -162,7 +166,7 @@ class TunedKernel(Kernel):
         step = torch.full_like(
             energy, 0.1 if self.step_size is None else self.step_size
         )
-        blind = self.adapt_mass_matrix and len(window_ends(num_warmup)[1]) > 0
+        blind = bool(self._windows(num_warmup, len(z)).ends)
         mass = mass_of(torch.ones_like(z), self.full_mass)
         tuning = HamiltonianTuning(
             step,
@@ -183,10 +187,8 @@ class TunedKernel(Kernel):
         self, density: Density, state: State, iteration: int, num_warmup: int
     ) -> State:
         tuning: HamiltonianTuning = state.tuning
+        windows = self._windows(num_warmup, len(state.z))
         done = iteration + 1
-        begin, ends = (
-            window_ends(num_warmup) if self.adapt_mass_matrix else (num_warmup, ())
-        )
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
         if self.adapt_step_size:
@@ -194,23 +196,19 @@ class TunedKernel(Kernel):
             search = tuning.search.update(
                 acceptance if tuning.blind else acceptance.mean().expand_as(acceptance)
             )
-            step = (
-                search.log_step.exp()
-                .to(acceptance.dtype)
-                .clamp(min=torch.finfo(acceptance.dtype).tiny)
-            )
+            step = at_least_tiny(search.log_step.exp().to(acceptance.dtype))
             state = tuned(state, search=search, step_size=step)
             # after 1, 2, 4, 8, ... iterations
             if tuning.blind and done & iteration == 0:
                 state = self._find_step_size(density, state, step)
-        if done in ends:
-            state = tuned(
-                state, mass=state.tuning.estimate.mass(), estimate=None, blind=False
-            )
+        if done in windows.ends:
+            mass = state.tuning.estimate.mass()
+            is_provisional = done in windows.early
+            state = tuned(state, mass=mass, estimate=None, blind=is_provisional)
             if self.adapt_step_size:
                 state = self._find_step_size(density, state, _average_step_size(state))
-        if ends and (done == begin or done in ends[:-1]):
-            length = min(end for end in ends if end > done) - done
+        length = windows.length_from(done)
+        if length:
             empty = MassEstimate.start(state.z, length, full=self.full_mass)
             state = tuned(state, estimate=empty)
         if done == num_warmup:  # which may be within a window of a longer warm-up
@@ -218,6 +216,12 @@ class TunedKernel(Kernel):
             if self.adapt_step_size:
                 state = tuned(state, step_size=_average_step_size(state))
         return state
+
+    def _windows(self, num_warmup: int, num_chains: int) -> Windows:
+        """Return the windows of warm-up; none if the mass matrix isn't adapted."""
+        if not self.adapt_mass_matrix:
+            return Windows(num_warmup, ())
+        return windows(num_warmup, num_chains)
 
     def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
         """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
@@ -242,7 +246,7 @@ class TunedKernel(Kernel):
             step = torch.where(
                 crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step
             )
-            step = step.clamp(min=torch.finfo(step.dtype).tiny)
+            step = at_least_tiny(step)
         return tuned(state, step_size=step, search=self.search(step, separate))
 
 
@@ -294,14 +298,18 @@ class HamiltonianKernel(TunedKernel):
             return state
         excess = rates - self.target_accept_prob / 2
         slowing = (before.slowing + SLOWING * excess).clamp(MOST_SLOWING, 0)
-        step = tuning.step_size * slowing.exp()
-        step = step.clamp(min=torch.finfo(step.dtype).tiny)
+        step = at_least_tiny(tuning.step_size * slowing.exp())
         return tuned(state, slowing=slowing, step_size=step)
 
 
 def tuned(state: State, **parts: Any) -> State:
     """Replace parts of the tuning of a state."""
     return replace(state, tuning=replace(state.tuning, **parts))
+
+
+def at_least_tiny(step_size: Tensor) -> Tensor:
+    """Replace step sizes of 0 by the smallest normal number."""
+    return step_size.clamp(min=torch.finfo(step_size.dtype).tiny)
 
 
 def _average_step_size(state: State) -> Tensor:
@@ -311,6 +319,41 @@ def _average_step_size(state: State) -> Tensor:
 
 
 # windows ------------------------------------------------------------------------------
+
+
+class Windows(NamedTuple):
+    """Successive windows of warm-up.
+
+    :param begin: number of iterations before the first window.
+    :param ends: numbers of iterations after which windows end.
+    :param early: those of them that give a provisional mass matrix.
+    """
+
+    begin: int
+    ends: tuple[int, ...]
+    early: tuple[int, ...] = ()
+
+    def length_from(self, done: int) -> int:
+        """Return the length of the window that begins after ``done`` iterations; 0 if
+        none does.
+        """
+        begins = (self.begin, *self.ends)
+        for begin, end in zip(begins, self.ends, strict=False):
+            if begin == done:
+                return end - begin
+        return 0
+
+
+def windows(num_warmup: int, num_chains: int) -> Windows:
+    """Return the windows of a warm-up.
+
+    From :data:`MANY_CHAINS` chains on, :data:`EARLY_ENDS` come first: draws of all
+    chains count, so that a few of each give a first mass matrix.
+    """
+    begin, ends = window_ends(num_warmup)
+    if num_chains < MANY_CHAINS or num_warmup < LEAST_WARMUP:
+        return Windows(begin, ends)
+    return Windows(EARLY_BEGIN, (*EARLY_ENDS, *ends), EARLY_ENDS)
 
 
 def window_ends(
@@ -399,6 +442,12 @@ class StepSizeAdaptation:
             gain = min(1 / (4 * half * NormalDist().pdf(half)), LARGEST_GAIN)
         return cls(x, x, target, gain, FOLLOWING if follow else None)
 
+    def of_chains(self, chains: Tensor) -> StepSizeAdaptation:
+        """Select the step sizes of some chains, by their indices."""
+        return replace(
+            self, log_step=self.log_step[chains], log_average=self.log_average[chains]
+        )
+
     def update(self, acceptance: Tensor) -> StepSizeAdaptation:
         """Update by the acceptance of one iteration, in the shape of the step sizes."""
         count = min(self.count + 1, self.most or self.count + 1)
@@ -436,6 +485,10 @@ class Spread:
         mean = self.mean + delta / count
         return Spread(mean, self.scatter + delta * (z - mean), count)
 
+    def of_chains(self, chains: Tensor) -> Spread:
+        """Select the spread of some chains, by their indices."""
+        return replace(self, mean=self.mean[chains], scatter=self.scatter[chains])
+
     def merged(self, later: Spread) -> Spread:
         """Return the spread of the draws of both (Chan, Golub & LeVeque 1983)."""
         count = self.count + later.count
@@ -446,15 +499,27 @@ class Spread:
             self.mean + share * change, self.scatter + later.scatter + between, count
         )
 
-    def pooled(self) -> Tensor:
+    @property
+    def variances(self) -> Tensor:
+        """The variances of each chain, ``(C, D)``; 0 for fewer than two draws."""
+        return self.scatter / max(self.count - 1, 1)
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of all chains' variances."""
+        return len(self.scatter) * max(self.count - 1, 0)
+
+    def pooled(self, *, robust: bool = False) -> Tensor:
         """Return the variance within chains, ``(D,)``, pooled over them and shrunk; 1
         for fewer than two draws of each chain.
+
+        :param robust: whether to take the median over the chains, not the mean.
         """
         if self.count < 2:
             return torch.ones_like(self.scatter[0])
-        degrees = len(self.scatter) * (self.count - 1)
-        share = degrees / (degrees + PRIOR_DRAWS)
-        variance = self.scatter.sum(0) / degrees
+        variances = self.variances
+        variance = variances.median(0).values if robust else variances.mean(0)
+        share = self.degrees / (self.degrees + PRIOR_DRAWS)
         return variance * share + PRIOR_VARIANCE * (1 - share)
 
     def patterns(self, pooled: Tensor) -> Tensor:
@@ -462,9 +527,7 @@ class Spread:
         All chains have the same mean over coordinates: a chain that hardly moves does
         so in all of them.
         """
-        variance = torch.maximum(
-            self.scatter / max(self.count - 1, 1), LEAST_VARIANCE * pooled
-        )
+        variance = torch.maximum(self.variances, LEAST_VARIANCE * pooled)
         logs = (variance / pooled).log().nan_to_num(0.0, 0.0)
         return logs - logs.mean(1, keepdim=True) + logs.mean()
 
@@ -474,7 +537,8 @@ class MassEstimate:
     r"""Running estimate of the mass matrices in a window.
 
     Chains in copies of one mode, as of a mixture, have the same variances in another
-    order. With :math:`\bar v` the variances pooled over the chains, and :math:`v` those
+    order. With :math:`\bar v` the variances pooled over the chains (of many, their
+    median, unless the matrix is dense), and :math:`v` those
     of a chain, times a factor that makes the mean of :math:`\log (v / \bar v)` over the
     coordinates that of all chains,
 
@@ -514,6 +578,11 @@ class MassEstimate:
         first, second = self.halves
         return first.merged(second)
 
+    def of_chains(self, chains: Tensor) -> MassEstimate:
+        """Select the spreads of some chains, by their indices."""
+        first, second = self.halves
+        return replace(self, halves=(first.of_chains(chains), second.of_chains(chains)))
+
     def update(self, z: Tensor) -> MassEstimate:
         """Add one draw of every chain, ``(C, D)``."""
         first, second = self.halves
@@ -534,14 +603,15 @@ class MassEstimate:
         """Return the mass matrices. Correlations are estimated from
         :data:`DRAWS_PER_COORDINATE` draws per coordinate on."""
         window = self.window
-        pooled = window.pooled()
-        degrees = len(window.mean) * (window.count - 1)
+        # some of many chains may still be on their way to the typical set
+        pooled = window.pooled(robust=len(window.mean) >= MANY_CHAINS)
         correlation = None
-        if self.products is not None and degrees >= DRAWS_PER_COORDINATE * len(pooled):
-            correlation = self._correlation(degrees)
+        needed = DRAWS_PER_COORDINATE * len(pooled)
+        if self.products is not None and window.degrees >= needed:
+            correlation = self._correlation(window.degrees)
             # their units may differ by any factor, so that nothing is shrunk
-            scatter = window.scatter.sum(0)
-            pooled = torch.where(scatter > 0, scatter / degrees, pooled)
+            variance = window.variances.mean(0)
+            pooled = torch.where(variance > 0, variance, pooled)
         share = self.reliability(pooled)
         variance = torch.exp(share * window.patterns(pooled)) * pooled
         return mass_of(variance, self.products is not None, correlation)
@@ -580,79 +650,3 @@ def mass_of(variance: Tensor, full: bool, correlation: Tensor | None = None) -> 
     if correlation is None:
         correlation = torch.diag(torch.ones_like(variance[0]))
     return DenseMass.of(variance, correlation)
-
-
-# the end ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Agreement:
-    r"""Thinned history of warm-up, and the :math:`\hat R` that ends it; part of a
-    checkpoint.
-
-    Chains need not be in the same place, nor have the same scale: those of mixtures and
-    networks sit in symmetric copies of a mode, and waiting doesn't bring them together.
-    Whether they should is for
-    :func:`~pyro_symmetric.compare.diagnose`. Here the two halves of each chain must
-    agree in every coordinate, and all chains in energy and acceptance, apart from one
-    in :data:`OUTLIERS`. Means of half chains of :math:`n` effective draws have
-    :math:`\hat R^2 \approx 1 + 1/n`, so :data:`LIMIT` asks for about ten in each half.
-
-    :param stride: iterations per draw. It doubles, and every second draw is dropped,
-        when there are :data:`DRAWS`. The history thus depends on the iterations only,
-        not on interruptions.
-    :param kept: positions, energy and acceptance, ``(C, coordinates + 2)`` per draw.
-    """
-
-    stride: int = 1
-    kept: tuple[Tensor, ...] = ()
-
-    def update(
-        self,
-        iteration: int,
-        z: Tensor,
-        energy: Tensor,
-        acceptance: Tensor | None = None,
-    ) -> Agreement:
-        """Add positions ``(C, D)``, energies and acceptances ``(C,)`` of an iteration,
-        counted from 0.
-        """
-        if iteration % self.stride:
-            return self
-        full = len(self.kept) == DRAWS
-        stride, history = (
-            (2 * self.stride, self.kept[::2]) if full else (self.stride, self.kept)
-        )
-        levels = [
-            energy,
-            torch.ones_like(energy) if acceptance is None else acceptance.to(energy),
-        ]
-        positions = z[:, :: -(-z.shape[1] // COORDINATES)]
-        return Agreement(
-            stride,
-            (*history, torch.cat([positions, torch.stack(levels, 1)], 1)[:CHAINS]),
-        )
-
-    def r_hat(self) -> float:
-        r"""Return the largest split :math:`\hat R` of the second half of the
-        iterations, at most :data:`LARGEST`.
-        """
-        draws = torch.stack(self.kept[len(self.kept) // 2 :], 1).cpu()
-        if not draws.isfinite().all():
-            return LARGEST
-        # About the mean of its own chain, the mean of a half has half the variance: the
-        # excess of R-hat is doubled.
-        deviation, mean = torch.std_mean(draws[..., :-2].double(), 1, keepdim=True)
-        positions = (draws[..., :-2] - mean) / deviation.clamp(min=1e-300)
-        within = (
-            1 + 2 * (chain_statistics(positions).r_hat.square() - 1).clamp(min=0)
-        ).sqrt()
-        energy = draws[..., -2].mean(1)
-        inliers = (
-            (energy - energy.median())
-            .abs()
-            .argsort()[: len(energy) - len(energy) // OUTLIERS]
-        )
-        values = torch.cat([within, chain_statistics(draws[inliers][..., -2:]).r_hat])
-        values = values[~values.isnan()]  # NaN for constant coordinates
-        return min(float(values.max()), LARGEST) if len(values) else LARGEST

@@ -192,6 +192,10 @@ class TrajectoryLength:
         log_length = z.new_tensor(length, dtype=torch.double).log()
         return cls(log_length, log_length, log_length.new_zeros(3, BINS), z, z)
 
+    def of_chains(self, chains: Tensor) -> TrajectoryLength:
+        """Select the positions of some chains, by their indices."""
+        return replace(self, centre=self.centre[chains], last=self.last[chains])
+
     def record(self, time: Tensor, square: Tensor) -> TrajectoryLength:
         """Add the time of an iteration and its mean squared change, ``()`` each, to the
         curve.
@@ -272,6 +276,10 @@ class AdaptiveTuning(HamiltonianTuning):
     """Results of warm-up, with the trajectory length."""
 
     length: TrajectoryLength
+
+    def of_chains(self, chains: Tensor) -> AdaptiveTuning:
+        length = self.length.of_chains(chains)
+        return replace(super().of_chains(chains), length=length)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

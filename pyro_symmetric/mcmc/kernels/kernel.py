@@ -72,6 +72,20 @@ class State:
     generator: Generator
     statistics: Tensors = field(default_factory=dict)
 
+    def of_chains(self, chains: Tensor) -> State:
+        """Select chains by their indices, which may repeat. The tuning must have such a
+        method, too.
+        """
+        return replace(
+            self,
+            z=self.z[chains],
+            momentum=self.momentum[chains],
+            energy=self.energy[chains],
+            gradient=self.gradient[chains],
+            tuning=self.tuning.of_chains(chains),
+            statistics={name: v[chains] for name, v in self.statistics.items()},
+        )
+
 
 # names in other libraries, and the names here
 GUESSES = {
@@ -141,6 +155,9 @@ class Kernel(metaclass=_KernelType):
     # approximate number of gradients in an iteration, if known in advance
     num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
+    # numbers of iterations after which chains in modes of negligible mass may move to
+    # others; their tuning has a method ``of_chains``
+    restarts: ClassVar[tuple[int, ...]] = ()
     ignored: ClassVar[Names] = ()  # arguments that mean nothing
     # arguments of Pyro's kernels, and what to do instead
     refused: ClassVar[Mapping[str, str]] = {}

@@ -84,6 +84,13 @@ class MicrocanonicalTuning(HamiltonianTuning):
     centre: Tensor
     last: Tensor
 
+    def of_chains(self, chains: Tensor) -> MicrocanonicalTuning:
+        return replace(
+            super().of_chains(chains),
+            centre=self.centre[chains],
+            last=self.last[chains],
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MCLMC(TunedKernel):
