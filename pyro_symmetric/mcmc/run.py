@@ -384,8 +384,8 @@ class Run:
 def restarted(
     run_state: RunState, masses: ModeMasses, state: State, times: tuple[int, ...]
 ) -> tuple[RunState, State]:
-    """Move chains in negligible modes to where others are, with their history, if this
-    iteration is one of the ``times``.
+    """Restart chains in negligible modes at the positions of others, with those chains'
+    histories, if this iteration is one of the ``times``.
     """
     masses = masses.update(run_state.iteration, state.z, state.energy)
     if run_state.iteration + 1 not in times:

@@ -87,9 +87,9 @@ class Settings:
         return Kernel.warmups if density.is_network else self.kernel.warmups
 
     def may_restart(self, density: Density) -> bool:
-        """Return whether chains in modes of negligible mass go on from others' places:
-        many chains, started at random. Chains of networks don't; they are in many modes
-        that are worth seeing."""
+        """Return whether chains in modes of negligible mass restart at the positions of
+        others: many chains that start at random. Chains of networks stay, as they are
+        in many modes that are worth seeing."""
         is_random = self.initial is None or isinstance(self.initial, str)
         return (
             is_random

@@ -1,10 +1,10 @@
-r"""How chains settle: those in negligible modes move to others, and warm-up ends.
+r"""The settling of chains: those in negligible modes restart, and warm-up ends.
 
 **Restarts.** Random starting points lead some chains into modes that hold next to
 nothing of the posterior and that they would hardly ever leave, such as those in which a
 component of a mixture covers a few outliers. Their draws would count like all others.
 :class:`ModeMasses` estimates the mass of the mode that each of many chains is in, and a
-chain whose mode is negligible goes on from where another one is.
+chain whose mode is negligible restarts at the position of another one.
 
 **The end.** A warm-up of length ``"auto"`` ends when each chain is stationary. A kernel
 lists lengths at which its warm-up may end (``Kernel.warmups``). At each of them
@@ -81,8 +81,9 @@ class ModeMasses:
         return most < log_mass.quantile(0.75) - margin
 
     def sources(self, generator: Generator) -> Tensor | None:
-        """Draw where each chain goes on, ``(C,)``: at itself or, in a negligible mode,
-        at one of the first :data:`CHAINS` that aren't; ``None`` if all stay.
+        """Draw the chain at whose position each one continues, ``(C,)``: its own or, in
+        a negligible mode, that of one of the first :data:`CHAINS` that aren't in such a
+        mode; ``None`` if all stay.
         """
         is_negligible = self.negligible()
         others = (~is_negligible[:CHAINS]).nonzero()[:, 0]
