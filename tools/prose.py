@@ -33,7 +33,7 @@ VERBS = set(  # in the imperative; add one of the field's if it is missing
     List Load Locate Lock Look Make Map Mark Match Maximise Measure Merge Minimise Move Multiply Name Normalise
     Note Number Open Order Overwrite Pad Pair Parse Permute Perturb Pin Place Plot Predict Print Project
     Propose Put Raise Rank Read Rearrange Rebuild Record Reduce Refine Register Relabel Remove Rename Renumber
-    Repeat Replace Report Require Resample Reshape Restrict Return Round Run Sample Scale Scatter Score Seed
+    Repeat Replace Report Require Resample Reshape Restart Restrict Return Round Run Sample Scale Scatter Score Seed
     Select Serialise Set Show Shuffle Skip Solve Sort Split Stack Standardise Start State Suggest Sum Summarise Suppress
     Tabulate Take Temper Test Thin Tie Trace Train Transform Translate Try Turn Unite Unwrap Update Verify
     Begin Kick View Wait Warn Write Yield

@@ -455,8 +455,10 @@ class Posterior:
             f"  {site:<{width}}  {tuple(shape)}"
             for site, shape in self.site_shapes.items()
         ]
+        restarted = self.metadata.get("restarted")
         remarks = {
             "chosen": self.metadata.get("chosen"),
+            "restarted": restarted and f"{restarted} in modes of negligible mass",
             "ended": self.metadata.get("ended"),
             "statistics": ", ".join(self.statistics),
         }
