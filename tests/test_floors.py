@@ -33,7 +33,7 @@ FLOORS = [
 # Floors inside a room, likewise.
 INSIDE = {
     "density": [
-        ["site_checks", "special_functions", "stand_ins"],
+        ["graphs", "site_checks", "special_functions", "stand_ins"],
         ["enumeration"],
         ["traced"],
         ["eager"],

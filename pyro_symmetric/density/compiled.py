@@ -36,7 +36,8 @@ from pyro_symmetric.density.eager import (
     catches_errors,
     despite_singular,
 )
-from pyro_symmetric.density.lanes import ChainsLast, graph_of
+from pyro_symmetric.density.graphs import graph_of
+from pyro_symmetric.density.lanes import ChainsLast
 from pyro_symmetric.density.special_functions import ARITHMETIC
 from pyro_symmetric.density.traced import TracedTarget
 

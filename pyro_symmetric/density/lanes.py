@@ -22,19 +22,19 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.arguments import Args, Entries, Function
+from pyro_symmetric.arguments import Args, Entries
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
     Unavailable,
     despite_singular,
 )
+from pyro_symmetric.density.graphs import graph_of
 from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 # operator -> function in terms of others
-Decompositions = dict[Any, Callable[..., Any]]
 LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
 LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
@@ -130,20 +130,6 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
         graph = graph_of(pure, dict(select_decomp_table()), z)
     graph.graph.eliminate_dead_code()
     return graph
-
-
-def graph_of(
-    function: Function, decompositions: Decompositions, *inputs: Tensor
-) -> fx.GraphModule:
-    """Trace a function of tensors as a graph of operators."""
-    from torch._guards import TracingContext, tracing  # slow to import
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    # Otherwise each node gets a mode of its own, which takes as long as all else.
-    mode = FakeTensorMode(allow_fallback_kernels=True)
-    with tracing(TracingContext(mode)):
-        return make_fx(function, decomposition_table=decompositions)(*inputs)
 
 
 def _factors_large_matrix(node: fx.Node) -> bool:

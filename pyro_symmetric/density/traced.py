@@ -51,6 +51,7 @@ from pyro_symmetric.density.enumeration import (
     LimitedTables,
     masked_log_prob,
 )
+from pyro_symmetric.density.graphs import graph_of
 from pyro_symmetric.density.site_checks import (
     check_observed,
     hidden_sites,
@@ -331,11 +332,9 @@ class TracedTarget(Traced):
             (value.shape, value.dtype, value.device) for value in weights.values()
         )
         if key not in self._programs:
-            from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
-
             with LOCK, without_warnings():
-                graph = make_fx(lambda draws: self.mapped(self._compute, draws))(
-                    weights
+                graph = graph_of(
+                    lambda draws: self.mapped(self._compute, draws), {}, weights
                 )
             graph.graph.eliminate_dead_code()
             graph.recompile()
