@@ -380,7 +380,7 @@ def _convergence(
     return [
         diagnostics.moving(posterior.samples),
         *agreement,
-        *diagnostics.starts(posterior.metadata),
+        *diagnostics.starts(posterior.metadata, posterior.num_chains),
         *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
         *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
     ]

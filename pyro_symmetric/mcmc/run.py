@@ -60,9 +60,9 @@ class RunState:
     :param agreement: record of warm-up that tells whether the chains have settled;
         ``None`` once it has ended.
     :param r_hat: of the last such check; ``None`` without any.
-    :param masses: of the chains' modes; ``None`` if no chain is to move to another
-        one's.
-    :param restarted: how often a chain has moved to another one's mode.
+    :param masses: bounds of those of the chains' modes; ``None`` if no chain restarts
+        any more.
+    :param restarts: how often a chain has restarted at another one's position.
     :param seed: of the run, given or drawn.
     :param one_start: whether several chains started at one point.
     :param seconds: time spent in each phase, updated in place.
@@ -76,7 +76,7 @@ class RunState:
     agreement: Agreement | None = None
     r_hat: float | None = None
     masses: ModeMasses | None = None
-    restarted: int = 0
+    restarts: int = 0
     seed: int = 0
     one_start: bool = False
     seconds: dict[str, float] = field(
@@ -187,6 +187,7 @@ class Run:
         z = starting_points(density, settings.num_chains, settings.initial, generator)
         lengths = settings.warmups(density)
         kernel_state = settings.kernel.init(density, z, lengths[-1], generator)
+        may_restart = settings.may_restart(density, kernel_state)
         state = RunState(
             iteration=0,
             kernel_state=kernel_state,
@@ -194,7 +195,7 @@ class Run:
             draws=0,
             num_warmup=lengths[-1],
             agreement=Agreement() if len(lengths) > 1 else None,
-            masses=ModeMasses() if settings.may_restart(density) else None,
+            masses=ModeMasses() if may_restart else None,
             seed=seed,
             one_start=len(z) > 1 and bool((z == z[:1]).all()),
         )
@@ -279,12 +280,14 @@ class Run:
                 "shape"
             )
         if iteration < run_state.num_warmup:
+            before = run_state.restarts
             if run_state.masses is not None:
-                run_state, moved = restarted(
-                    run_state, run_state.masses, moved, kernel.restarts
+                run_state, moved = restart(
+                    run_state, run_state.masses, moved, kernel.restarts, density
                 )
             if run_state.agreement is not None:
-                lengths = settings.warmups(density)
+                has_moved = run_state.restarts > before
+                lengths = () if has_moved else settings.warmups(density)
                 run_state = end_if_settled(
                     run_state, run_state.agreement, moved, lengths
                 )
@@ -331,7 +334,7 @@ class Run:
             "num_warmup": state.num_warmup,
             "warmup_r_hat": state.r_hat,
             **({"one_start": True} if state.one_start else {}),
-            **({"restarted": state.restarted} if state.restarted else {}),
+            **({"restarts": state.restarts} if state.restarts else {}),
             "thinning": settings.thinning,
             "seed": state.seed,
             "device": str(density.device),
@@ -381,17 +384,27 @@ class Run:
 # small steps --------------------------------------------------------------------------
 
 
-def restarted(
-    run_state: RunState, masses: ModeMasses, state: State, times: tuple[int, ...]
+def restart(
+    run_state: RunState,
+    masses: ModeMasses,
+    state: State,
+    times: tuple[int, ...],
+    density: Density,
 ) -> tuple[RunState, State]:
     """Restart chains in negligible modes at the positions of others, with those chains'
-    histories, if this iteration is one of the ``times``.
+    histories, if this iteration is one of the ``times`` before the end of warm-up.
     """
+    done = run_state.iteration + 1
+    times = tuple(time for time in times if time < run_state.num_warmup)
     masses = masses.update(run_state.iteration, state.z, state.energy)
-    if run_state.iteration + 1 not in times:
+    if not times or done > times[-1]:
+        return replace(run_state, masses=None), state
+    if done not in times:
         return replace(run_state, masses=masses), state
+    # one of its own, so that the chains' random numbers depend on restarts alone
+    generator = Generator(density.device).manual_seed(done)
+    chains = masses.sources(density, generator)
     run_state = replace(run_state, masses=ModeMasses())
-    chains = masses.sources(state.generator)
     if chains is None:
         return run_state, state
     stay = chains == torch.arange(len(chains), device=chains.device)
@@ -399,7 +412,7 @@ def restarted(
     run_state = replace(
         run_state,
         agreement=None if agreement is None else agreement.of_chains(chains),
-        restarted=run_state.restarted + int((~stay).sum()),
+        restarts=run_state.restarts + int((~stay).sum()),
     )
     return run_state, state.of_chains(chains)
 
@@ -425,6 +438,7 @@ def end_if_settled(
     return replace(
         run_state,
         num_warmup=num_warmup,
+        masses=None if length == num_warmup else run_state.masses,
         agreement=None if length == num_warmup else agreement,
         r_hat=r_hat,
     )

@@ -11,7 +11,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Args, Device, Dtype, Entries
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import MANY_CHAINS
-from pyro_symmetric.mcmc.kernels.kernel import Kernel
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.stopping import CHECKS, MOST_DRAWS, Finding, judge
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -86,10 +86,13 @@ class Settings:
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
 
-    def may_restart(self, density: Density) -> bool:
+    def may_restart(self, density: Density, state: State) -> bool:
         """Return whether chains in modes of negligible mass restart at the positions of
         others: many chains that start at random. Chains of networks stay, as they are
-        in many modes that are worth seeing."""
+        in many modes that are worth seeing.
+        """
+        # A user's tuning that extends one of ours may hold more of each chain.
+        knows_chains = "of_chains" in vars(type(state.tuning))
         is_random = self.initial is None or isinstance(self.initial, str)
         return (
             is_random
@@ -97,6 +100,7 @@ class Settings:
             and self.num_chains >= MANY_CHAINS
             and not density.is_network
             and len(self.kernel.restarts) > 0
+            and knows_chains
         )
 
     def build_density(self) -> Density:

@@ -207,9 +207,9 @@ def disagreement(samples: Tensors, subsampled: bool) -> Check:
 # the run ------------------------------------------------------------------------------
 
 
-def starts(metadata: Values) -> Iterator[Check]:
-    """Report that all chains of a run started at one point, so that their agreement
-    shows little.
+def starts(metadata: Values, num_chains: int) -> Iterator[Check]:
+    """Report that all chains of a run started at one point, or that most restarted at
+    others' positions, so that their agreement shows little.
     """
     if metadata.get("one_start"):
         words = (
@@ -219,6 +219,14 @@ def starts(metadata: Values) -> Iterator[Check]:
         yield Check(
             "starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)"
         )
+    restarts = metadata.get("restarts", 0)
+    if restarts > num_chains / 2:
+        words = (
+            f"{num_chains} chains restarted {restarts} times at the positions of "
+            "others, from modes of negligible mass, so that R-hat shows less than of "
+            "chains that stay apart; compare with a run from other starting points"
+        )
+        yield Check("starts", "warn", f"{words} (initial=)")
 
 
 def warm_up(metadata: Values) -> Iterator[Check]:

@@ -185,9 +185,9 @@ class Posterior:
         """Concatenate the chains of several posteriors, such as those of separate runs.
 
         :param parts: with the same sites, statistics and number of draws.
-        :return: a posterior with the metadata that all share and the sum of their
-            ``seconds``; ``metadata["parts"]`` holds the rest, with each part's number
-            of chains.
+        :return: a posterior with the metadata that all share and the sums of their
+            ``seconds`` and ``restarts``; ``metadata["parts"]`` holds the rest, with
+            each part's number of chains.
         :raises ValueError: if there are none, or their kinds, sites, shapes or numbers
             of draws differ.
         """
@@ -455,10 +455,10 @@ class Posterior:
             f"  {site:<{width}}  {tuple(shape)}"
             for site, shape in self.site_shapes.items()
         ]
-        restarted = self.metadata.get("restarted")
+        restarts = self.metadata.get("restarts")
         remarks = {
             "chosen": self.metadata.get("chosen"),
-            "restarted": restarted and f"{restarted} in modes of negligible mass",
+            "restarts": restarts and f"{restarts} from modes of negligible mass",
             "ended": self.metadata.get("ended"),
             "statistics": ", ".join(self.statistics),
         }
@@ -551,18 +551,21 @@ def _by_chain(values: Iterable[Any]) -> Entries:
 
 
 def _joint(runs: Sequence[Entries], chains: Sequence[int]) -> Json:
-    """Join metadata: entries that all runs share, the sum of their ``seconds``, and the
-    rest as ``parts``.
+    """Join metadata: entries that all runs share, the sums of their ``seconds`` and
+    ``restarts``, and the rest as ``parts``.
     """
     shared = {
         name: value
         for name, value in runs[0].items()
-        if name != "seconds" and all(run.get(name, run) == value for run in runs)
+        if name not in ("seconds", "restarts")
+        and all(run.get(name, run) == value for run in runs)
     }
     parts = [
         {"chains": count} | drop_names(run, shared)
         for count, run in zip(chains, runs, strict=True)
     ]
+    if restarts := sum(run.get("restarts", 0) for run in runs):
+        shared["restarts"] = restarts
     if all("interrupted" in run for run in runs):
         shared["interrupted"] = any(run["interrupted"] for run in runs)
     seconds: list[Any] = [run.get("seconds") for run in runs]

@@ -538,7 +538,7 @@ class MassEstimate:
 
     Chains in copies of one mode, as of a mixture, have the same variances in another
     order. With :math:`\bar v` the variances pooled over the chains (of many, their
-    median, unless the matrix is dense), and :math:`v` those
+    median, unless correlations are estimated), and :math:`v` those
     of a chain, times a factor that makes the mean of :math:`\log (v / \bar v)` over the
     coordinates that of all chains,
 

@@ -145,6 +145,10 @@ class Kernel(metaclass=_KernelType):
     increasing order. Until it ends,
     :meth:`adapt` receives the largest of them as ``num_warmup``; it must behave alike
     for all of them up to there.
+
+    ``restarts`` are numbers of iterations after which chains in modes of negligible
+    mass restart at the positions of others, if the class of the tuning defines a method
+    ``of_chains(chains)`` that selects chains by their indices.
     """
 
     model: Model
@@ -155,8 +159,6 @@ class Kernel(metaclass=_KernelType):
     # approximate number of gradients in an iteration, if known in advance
     num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
-    # numbers of iterations after which chains in modes of negligible mass may move to
-    # others; their tuning has a method ``of_chains``
     restarts: ClassVar[tuple[int, ...]] = ()
     ignored: ClassVar[Names] = ()  # arguments that mean nothing
     # arguments of Pyro's kernels, and what to do instead

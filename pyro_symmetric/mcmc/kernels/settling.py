@@ -3,8 +3,8 @@ r"""The settling of chains: those in negligible modes restart, and warm-up ends.
 **Restarts.** Random starting points lead some chains into modes that hold next to
 nothing of the posterior and that they would hardly ever leave, such as those in which a
 component of a mixture covers a few outliers. Their draws would count like all others.
-:class:`ModeMasses` estimates the mass of the mode that each of many chains is in, and a
-chain whose mode is negligible restarts at the position of another one.
+:class:`ModeMasses` bounds the mass of the mode that each of many chains is in. A chain
+restarts at the position of another one if its mode is negligible by these bounds.
 
 **The end.** A warm-up of length ``"auto"`` ends when each chain is stationary. A kernel
 lists lengths at which its warm-up may end (``Kernel.warmups``). At each of them
@@ -15,11 +15,13 @@ if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that en
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
+from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.adaptation import Spread
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.statistics import chain_statistics
@@ -31,10 +33,14 @@ LARGEST = 999.0  # R-hat of chains that don't move
 CHAINS = 64
 COORDINATES = 512
 DRAWS = 512
-# A mode is negligible if its estimated log mass is so many nats below the upper
-# quartile of all chains; the estimate may be off in each coordinate.
-MARGIN, MARGIN_PER_COORDINATE = 8.0, 0.5
+# A mode is negligible if its log mass is so many nats below the upper quartile of lower
+# bounds of that of the posterior.
+MARGIN = 8.0
 TRAVELLING = 50  # iterations before the first that count
+MOST_CORRELATED = 64  # coordinates up to which covariances are estimated
+SHRINKAGE = 0.05  # of correlations
+LEVEL_RATE = 0.1  # weight of a draw in the fading mean of energies
+ROUNDS = 8  # points of each chain's Gaussian at which the density is evaluated
 
 
 # restarts -----------------------------------------------------------------------------
@@ -42,18 +48,28 @@ TRAVELLING = 50  # iterations before the first that count
 
 @dataclass(frozen=True, eq=False)
 class ModeMasses:
-    r"""Running estimate of the mass of each chain's mode.
+    r"""Bounds of the mass of each chain's mode, from its recent draws.
 
-    By Laplace's approximation with the mean energy :math:`\bar U` and the variances
-    :math:`v_d` of a chain's recent draws,
+    With :math:`U` the potential energy, and :math:`q` a Gaussian with the mean and the
+    variances :math:`v_d` of the draws of a chain, Jensen's inequality gives
 
-    .. math:: \log m = -\bar U + \tfrac12 \sum_d \log v_d + \text{const}.
+    .. math:: \mathbb E_q[-U(z) - \log q(z)] \le \log \int e^{-U(z)}\, dz,
+        \qquad \log m \le \mathbb E_p[-U(z) - \log q(z)]
+        = -\mathbb E_p[U(z)] + \tfrac12 \sum_d \log (2 \pi e\, v_d),
 
-    :param recent: spread of positions and energy, ``(C, D + 1)``; ``None`` before the
-        first.
+    where :math:`p` is the posterior within the mode, and :math:`m` the mode's mass. The
+    first needs no assumption on the shape of the posterior. It is the tighter the
+    better :math:`q` fits, so :math:`q` has the chain's correlations there.
+
+    :param recent: spread of positions, ``(C, D)``; ``None`` before the first.
+    :param products: sums of outer products of deviations, ``(C, D, D)``; ``None`` for
+        many coordinates.
+    :param level: mean energy of each chain, weighted towards its last draws, ``(C,)``.
     """
 
     recent: Spread | None = None
+    products: Tensor | None = None
+    level: Tensor | None = None
 
     def update(self, iteration: int, z: Tensor, energy: Tensor) -> ModeMasses:
         """Add positions ``(C, D)`` and energies ``(C,)`` of an iteration, counted from
@@ -61,31 +77,84 @@ class ModeMasses:
         """
         if iteration < TRAVELLING:
             return self
-        values = torch.cat([z, energy[:, None]], 1).double()
-        recent = Spread.start(values) if self.recent is None else self.recent
-        return replace(self, recent=recent.update(values))
+        z = z.double()
+        before, products, level = self.recent, self.products, self.level
+        if before is None or level is None:
+            before, level = Spread.start(z), energy.double()
+            if z.shape[1] <= MOST_CORRELATED:
+                products = z.new_zeros(*z.shape, z.shape[1])
+        after = before.update(z)
+        level = level.lerp(energy.double(), LEVEL_RATE)
+        if products is not None:
+            outer = (z - before.mean)[:, :, None] * (z - after.mean)[:, None, :]
+            products = products + outer
+        return ModeMasses(after, products, level)
 
-    def negligible(self) -> Tensor:
-        """Return which chains are in modes of negligible mass, ``(C,)``.
+    def upper_bounds(self) -> Tensor:
+        """Return upper bounds of the log masses of the chains' modes, ``(C,)``;
+        infinite for chains that stand still.
 
-        The variances of a chain that is judged are at least the median ones, as one
-        that hardly moves isn't in a narrow mode.
+        Chains that move slowly are credited with variances of at least the upper
+        quartiles of all, and those on their way with the energies of their last draws.
         """
         assert self.recent is not None
-        energy = self.recent.mean[:, -1]
-        variances = self.recent.variances[:, :-1].clamp(min=torch.finfo().tiny)
-        largest = torch.maximum(variances, variances.median(0).values)
-        log_mass = 0.5 * variances.log().sum(1) - energy
-        most = 0.5 * largest.log().sum(1) - energy
-        margin = MARGIN + MARGIN_PER_COORDINATE * variances.shape[1]
-        return most < log_mass.quantile(0.75) - margin
+        assert self.level is not None
+        variances = self.recent.variances
+        moves = self._moves()
+        least = variances.quantile(0.75, 0)
+        entropy = gaussian_entropy(torch.maximum(variances, least).log()[:, moves])
+        stands_still = (variances == 0).all(1)
+        return (entropy - self.level).masked_fill(stands_still, torch.inf)
 
-    def sources(self, generator: Generator) -> Tensor | None:
+    def lower_bounds(self, density: Density, generator: Generator) -> Tensor:
+        """Estimate lower bounds of the log mass of the posterior, one from each chain,
+        ``(C,)``, by :data:`ROUNDS` points of its Gaussian.
+        """
+        assert self.recent is not None
+        moves = self._moves()
+        factor = self._factor(moves)
+        total = torch.zeros_like(self.recent.mean[:, 0])
+        for _ in range(ROUNDS):
+            noise = torch.empty_like(factor[:, 0]).normal_(generator=generator)
+            z = self.recent.mean.clone()
+            z[:, moves] += torch.linalg.vecdot(factor, noise[:, None])
+            total += evaluated_once(density, z.to(density.dtype))[0]
+        log_variances = 2 * factor.diagonal(dim1=1, dim2=2).log()
+        bounds = gaussian_entropy(log_variances) - total / ROUNDS
+        return bounds.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+
+    def _moves(self) -> Tensor:
+        """Return which coordinates change in every chain that doesn't stand still,
+        ``(D,)``.
+        """
+        assert self.recent is not None
+        variances = self.recent.variances
+        stands_still = (variances == 0).all(1, keepdim=True)
+        return ((variances > 0) | stands_still).all(0)
+
+    def _factor(self, moves: Tensor) -> Tensor:
+        """Return Cholesky factors of the chains' covariances, slightly shrunk."""
+        assert self.recent is not None
+        variances = self.recent.variances[:, moves]
+        tiny = torch.finfo(variances.dtype).tiny
+        deviations = variances.clamp(min=tiny).sqrt()
+        diagonal = torch.diag_embed(deviations)
+        if self.products is None:
+            return diagonal
+        covariance = self.products[:, moves][:, :, moves] / (self.recent.count - 1)
+        shrunk = covariance.lerp(torch.diag_embed(variances), SHRINKAGE)
+        factor, info = torch.linalg.cholesky_ex(shrunk)
+        return torch.where((info == 0)[:, None, None], factor, diagonal)
+
+    def sources(self, density: Density, generator: Generator) -> Tensor | None:
         """Draw the chain at whose position each one continues, ``(C,)``: its own or, in
         a negligible mode, that of one of the first :data:`CHAINS` that aren't in such a
         mode; ``None`` if all stay.
         """
-        is_negligible = self.negligible()
+        reference = self.lower_bounds(density, generator).quantile(
+            0.75, interpolation="lower"
+        )
+        is_negligible = self.upper_bounds() < reference - MARGIN
         others = (~is_negligible[:CHAINS]).nonzero()[:, 0]
         if not is_negligible.any() or not len(others):
             return None
@@ -94,6 +163,13 @@ class ModeMasses:
             len(others), chains.shape, generator=generator, device=others.device
         )
         return torch.where(is_negligible, others[chosen], chains)
+
+
+def gaussian_entropy(log_variances: Tensor) -> Tensor:
+    """Return the entropies of Gaussians ``(C,)`` from the logs of the variances of
+    independent coordinates, ``(C, D)``.
+    """
+    return 0.5 * (log_variances + math.log(2 * math.pi * math.e)).sum(1)
 
 
 # the end ------------------------------------------------------------------------------
