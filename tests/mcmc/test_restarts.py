@@ -79,7 +79,7 @@ def masses_of(density, draws) -> ModeMasses:
 
 
 def negligible(density, draws, generator) -> list[bool]:
-    """Whether each chain restarts."""
+    """Tell which chains restart."""
     chains = masses_of(density, draws).sources(density, generator)
     if chains is None:
         return [False] * draws.shape[1]
