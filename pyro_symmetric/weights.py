@@ -381,10 +381,6 @@ def transform_of(site: str, fn: Distribution) -> Transform:
                 constraints.interval(-math.pi, math.pi), len(fn.event_shape)
             )
         if not support.is_discrete:
-            # PyTorch wraps the support of a mixture's components in a constraint
-            # without a transform.
-            if isinstance(support, constraints.MixtureSameFamilyConstraint):
-                support = support.base_constraint
             return _bijection(support)
     except NotImplementedError as error:
         raise ValueError(
@@ -404,6 +400,10 @@ def _bijection(support: Any) -> Transform:
     """Return PyTorch's bijection to a support, except for half-lines: an infinite upper
     bound counts as none, and positive values aren't shifted by 0, which costs time
     where there are many such sites."""
+    # PyTorch wraps the support of a mixture's components in a constraint without a
+    # transform.
+    if isinstance(support, constraints.MixtureSameFamilyConstraint):
+        support = support.base_constraint
     if isinstance(support, constraints.independent):
         return IndependentTransform(
             _bijection(support.base_constraint), support.reinterpreted_batch_ndims

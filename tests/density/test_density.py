@@ -107,6 +107,26 @@ MODELS = {
 }
 
 
+def test_a_mixture_is_the_same_site_in_a_plate_and_as_one_event():
+    def mixture() -> dist.TorchDistribution:
+        components = dist.LogNormal(torch.tensor([0.0, 1.0]), 1.0)
+        weights = dist.Categorical(torch.ones(2))
+        return dist.MixtureSameFamily(weights, components).expand([3])
+
+    def in_plate() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("scales", mixture())
+
+    def one_event() -> None:
+        pyro.sample("scales", mixture().to_event(1))
+
+    z = torch.linspace(-1, 1, 12).reshape(4, 3)
+    found, expected = (
+        Density(model).energy_and_gradient(z) for model in (one_event, in_plate)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "engine",
     ["eager", pytest.param("compiled", marks=[pytest.mark.slow, needs_compiler])],
