@@ -60,8 +60,8 @@ class RunState:
     :param agreement: record of warm-up that tells whether the chains have settled;
         ``None`` once it has ended.
     :param r_hat: of the last such check; ``None`` without any.
-    :param masses: bounds of those of the chains' modes; ``None`` if no chain restarts
-        any more.
+    :param masses: bounds of the masses of the chains' modes; ``None`` if no chain
+        restarts any more.
     :param restarts: how often a chain has restarted at another one's position.
     :param seed: of the run, given or drawn.
     :param one_start: whether several chains started at one point.
@@ -401,8 +401,8 @@ def restart(
         return replace(run_state, masses=None), state
     if done not in times:
         return replace(run_state, masses=masses), state
-    # one of its own, so that the chains' random numbers depend on restarts alone
-    generator = Generator(density.device).manual_seed(done)
+    # another one, so that looking at the modes leaves the chains' random numbers
+    generator = Generator(density.device).manual_seed((run_state.seed + done) % 2**63)
     chains = masses.sources(density, generator)
     run_state = replace(run_state, masses=ModeMasses())
     if chains is None:

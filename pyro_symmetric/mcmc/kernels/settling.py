@@ -33,14 +33,15 @@ LARGEST = 999.0  # R-hat of chains that don't move
 CHAINS = 64
 COORDINATES = 512
 DRAWS = 512
-# A mode is negligible if its log mass is so many nats below the upper quartile of lower
-# bounds of that of the posterior.
+# A mode is negligible if the upper bound of its log mass is so many nats below the
+# upper quartile of the lower bounds. By Markov's inequality each of those is too high
+# by t nats with a chance of at most exp(-t).
 MARGIN = 8.0
 TRAVELLING = 50  # iterations before the first that count
 MOST_CORRELATED = 64  # coordinates up to which covariances are estimated
 SHRINKAGE = 0.05  # of correlations
 LEVEL_RATE = 0.1  # weight of a draw in the fading mean of energies
-ROUNDS = 8  # points of each chain's Gaussian at which the density is evaluated
+ROUNDS = 8  # points of a Gaussian at which the density is evaluated
 
 
 # restarts -----------------------------------------------------------------------------
@@ -48,7 +49,7 @@ ROUNDS = 8  # points of each chain's Gaussian at which the density is evaluated
 
 @dataclass(frozen=True, eq=False)
 class ModeMasses:
-    r"""Bounds of the mass of each chain's mode, from its recent draws.
+    r"""Bounds of the masses of the modes that chains are in, from their recent draws.
 
     With :math:`U` the potential energy, and :math:`q` a Gaussian with the mean and the
     variances :math:`v_d` of the draws of a chain, Jensen's inequality gives
@@ -58,12 +59,12 @@ class ModeMasses:
         = -\mathbb E_p[U(z)] + \tfrac12 \sum_d \log (2 \pi e\, v_d),
 
     where :math:`p` is the posterior within the mode, and :math:`m` the mode's mass. The
-    first needs no assumption on the shape of the posterior. It is the tighter the
-    better :math:`q` fits, so :math:`q` has the chain's correlations there.
+    first needs no assumption on the posterior, and is the tighter the better :math:`q`
+    fits. The second holds for chains whose draws have explored their mode.
 
     :param recent: spread of positions, ``(C, D)``; ``None`` before the first.
-    :param products: sums of outer products of deviations, ``(C, D, D)``; ``None`` for
-        many coordinates.
+    :param products: sums of outer products of deviations of the first chains,
+        ``(B, D, D)``; ``None`` for many coordinates.
     :param level: mean energy of each chain, weighted towards its last draws, ``(C,)``.
     """
 
@@ -82,80 +83,27 @@ class ModeMasses:
         if before is None or level is None:
             before, level = Spread.start(z), energy.double()
             if z.shape[1] <= MOST_CORRELATED:
-                products = z.new_zeros(*z.shape, z.shape[1])
+                products = z.new_zeros(*z[:CHAINS].shape, z.shape[1])
         after = before.update(z)
         level = level.lerp(energy.double(), LEVEL_RATE)
         if products is not None:
-            outer = (z - before.mean)[:, :, None] * (z - after.mean)[:, None, :]
-            products = products + outer
+            delta = (z - before.mean)[:CHAINS]
+            products = products + delta[:, :, None] * (z - after.mean)[:CHAINS, None, :]
         return ModeMasses(after, products, level)
-
-    def upper_bounds(self) -> Tensor:
-        """Return upper bounds of the log masses of the chains' modes, ``(C,)``;
-        infinite for chains that stand still.
-
-        Chains that move slowly are credited with variances of at least the upper
-        quartiles of all, and those on their way with the energies of their last draws.
-        """
-        assert self.recent is not None
-        assert self.level is not None
-        variances = self.recent.variances
-        moves = self._moves()
-        least = variances.quantile(0.75, 0)
-        entropy = gaussian_entropy(torch.maximum(variances, least).log()[:, moves])
-        stands_still = (variances == 0).all(1)
-        return (entropy - self.level).masked_fill(stands_still, torch.inf)
-
-    def lower_bounds(self, density: Density, generator: Generator) -> Tensor:
-        """Estimate lower bounds of the log mass of the posterior, one from each chain,
-        ``(C,)``, by :data:`ROUNDS` points of its Gaussian.
-        """
-        assert self.recent is not None
-        moves = self._moves()
-        factor = self._factor(moves)
-        total = torch.zeros_like(self.recent.mean[:, 0])
-        for _ in range(ROUNDS):
-            noise = torch.empty_like(factor[:, 0]).normal_(generator=generator)
-            z = self.recent.mean.clone()
-            z[:, moves] += torch.linalg.vecdot(factor, noise[:, None])
-            total += evaluated_once(density, z.to(density.dtype))[0]
-        log_variances = 2 * factor.diagonal(dim1=1, dim2=2).log()
-        bounds = gaussian_entropy(log_variances) - total / ROUNDS
-        return bounds.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
-
-    def _moves(self) -> Tensor:
-        """Return which coordinates change in every chain that doesn't stand still,
-        ``(D,)``.
-        """
-        assert self.recent is not None
-        variances = self.recent.variances
-        stands_still = (variances == 0).all(1, keepdim=True)
-        return ((variances > 0) | stands_still).all(0)
-
-    def _factor(self, moves: Tensor) -> Tensor:
-        """Return Cholesky factors of the chains' covariances, slightly shrunk."""
-        assert self.recent is not None
-        variances = self.recent.variances[:, moves]
-        tiny = torch.finfo(variances.dtype).tiny
-        deviations = variances.clamp(min=tiny).sqrt()
-        diagonal = torch.diag_embed(deviations)
-        if self.products is None:
-            return diagonal
-        covariance = self.products[:, moves][:, :, moves] / (self.recent.count - 1)
-        shrunk = covariance.lerp(torch.diag_embed(variances), SHRINKAGE)
-        factor, info = torch.linalg.cholesky_ex(shrunk)
-        return torch.where((info == 0)[:, None, None], factor, diagonal)
 
     def sources(self, density: Density, generator: Generator) -> Tensor | None:
         """Draw the chain at whose position each one continues, ``(C,)``: its own or, in
         a negligible mode, that of one of the first :data:`CHAINS` that aren't in such a
         mode; ``None`` if all stay.
         """
-        reference = self.lower_bounds(density, generator).quantile(
-            0.75, interpolation="lower"
-        )
-        is_negligible = self.upper_bounds() < reference - MARGIN
-        others = (~is_negligible[:CHAINS]).nonzero()[:, 0]
+        upper = self.upper_bounds()
+        lower = self.lower_bounds(density, generator)
+        if not len(lower):
+            return None
+        reference = lower.quantile(0.75, interpolation="lower")
+        is_negligible = upper < reference - MARGIN
+        is_known = upper.isfinite() & ~is_negligible
+        others = is_known[:CHAINS].nonzero()[:, 0]
         if not is_negligible.any() or not len(others):
             return None
         chains = torch.arange(len(is_negligible), device=others.device)
@@ -164,12 +112,87 @@ class ModeMasses:
         )
         return torch.where(is_negligible, others[chosen], chains)
 
+    def upper_bounds(self) -> Tensor:
+        """Return upper bounds of the log masses of the chains' modes, ``(C,)``;
+        infinite for chains of which a coordinate stands still.
 
-def gaussian_entropy(log_variances: Tensor) -> Tensor:
-    """Return the entropies of Gaussians ``(C,)`` from the logs of the variances of
-    independent coordinates, ``(C, D)``.
+        Chains that move slowly are credited with variances of at least the upper
+        quartiles of all, and those on their way with the energies of their last draws.
+        """
+        assert self.recent is not None
+        assert self.level is not None
+        moves = self._moves()
+        variances = self.recent.variances[:, moves]
+        explores = self._explores(moves)
+        if not explores.any():
+            return torch.full_like(self.level, torch.inf)
+        least = variances[explores].quantile(0.75, 0)
+        log_variances = torch.maximum(variances, least).log()
+        entropy = 0.5 * (log_variances + math.log(2 * math.pi * math.e)).sum(1)
+        return (entropy - self.level).where(explores, torch.inf)
+
+    def lower_bounds(self, density: Density, generator: Generator) -> Tensor:
+        """Estimate lower bounds of the log mass of the posterior, one from each of the
+        first :data:`CHAINS` that explore their modes.
+
+        Each is the better one of two Gaussians', without and with correlations.
+        """
+        assert self.recent is not None
+        moves = self._moves()
+        chains = self._explores(moves)[:CHAINS].nonzero()[:, 0]
+        covariance = torch.diag_embed(self.recent.variances[chains][:, moves])
+        mean = self.recent.mean[chains]
+        bounds = _evidence_bound(density, mean, covariance, moves, generator)
+        if self.products is not None:
+            products = self.products[chains][:, moves][:, :, moves]
+            correlated = (products / (self.recent.count - 1)).lerp(
+                covariance, SHRINKAGE
+            )
+            better = _evidence_bound(density, mean, correlated, moves, generator)
+            bounds = torch.maximum(bounds, better)
+        return bounds
+
+    def _moves(self) -> Tensor:
+        """Return which coordinates change in any chain, ``(D,)``."""
+        assert self.recent is not None
+        return (self.recent.variances > 0).any(0)
+
+    def _explores(self, moves: Tensor) -> Tensor:
+        """Return the chains that change in all coordinates that do in any, and whose
+        energies are finite, ``(C,)``.
+        """
+        assert self.recent is not None
+        assert self.level is not None
+        variances = self.recent.variances[:, moves]
+        is_finite = variances.isfinite().all(1) & self.level.isfinite()
+        return (variances > 0).all(1) & is_finite & moves.any()
+
+
+def _evidence_bound(
+    density: Density,
+    mean: Tensor,
+    covariance: Tensor,
+    moves: Tensor,
+    generator: Generator,
+) -> Tensor:
+    """Estimate the lower bounds of the log evidence ``(B,)`` by Gaussians, of means
+    ``(B, D)`` and of covariances of the coordinates that move.
+
+    :return: minus infinity if a covariance isn't positive definite.
     """
-    return 0.5 * (log_variances + math.log(2 * math.pi * math.e)).sum(1)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    log_determinant = factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    total = torch.zeros_like(log_determinant)
+    for _ in range(ROUNDS):
+        noise = torch.empty_like(mean[:, moves]).normal_(generator=generator)
+        z = mean.clone()
+        z[:, moves] += torch.linalg.vecdot(factor, noise[:, None])
+        energy = evaluated_once(density, z.to(density.dtype))[0]
+        squares = noise.square() + math.log(2 * math.pi)
+        log_density = -0.5 * squares.sum(1) - log_determinant
+        total += -energy - log_density
+    bounds = total / ROUNDS
+    return bounds.where(bounds.isfinite() & (failed == 0), -torch.inf)
 
 
 # the end ------------------------------------------------------------------------------
