@@ -145,3 +145,25 @@ def test_entries_on_which_the_density_does_not_depend_are_named_once_before_samp
     with pytest.warns(RuntimeWarning, match=f"doesn't depend on {words}") as told:
         starting_points(density, 4, initial)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        (2.5, "ends at bounds that the support doesn't tell"),
+        (25.0, "ends at bounds that the support doesn't tell"),
+        (60.0, "doesn't depend on 1 of 1 entries of 'u'"),
+    ],
+)
+def test_a_flat_entry_that_ends_at_hidden_bounds_is_told_from_one_without(bound, words):
+    """They are looked for up to a distance of 30."""
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+        u = pyro.sample("u", dist.ImproperUniform(dist.constraints.real, (), ()))
+        outside = torch.tensor(-torch.inf)
+        pyro.factor("inside", torch.where(u.abs() < bound, 0.0, outside))
+
+    with pytest.warns(RuntimeWarning, match=words) as told:
+        starting_points(Density(model), 4, "uniform")
+    assert len(told) == 1
