@@ -530,3 +530,18 @@ def test_too_few_draws_are_short_and_not_ok() -> None:
     assert diagnose({"mu": apart}).outcome == "not ok"
     few = diagnose(Posterior({"mu": torch.randn(1, 100, 3)}, kind="independent"))
     assert few.outcome == "short: run longer"
+
+
+@pytest.mark.parametrize("slow", ["bulk", "tail"])
+def test_effective_draws_are_the_fewer_of_bulk_and_tails(slow):
+    """Chains whose place lasts, and chains whose spread does."""
+    noise = torch.randn(4, 400)
+    lasting = torch.zeros(4, 400)
+    for draw in range(1, 400):
+        lasting[:, draw] = 0.95 * lasting[:, draw - 1] + 0.3 * torch.randn(4)
+    draws = lasting if slow == "bulk" else noise * (2 * lasting).exp()
+    numbers = chain_statistics(draws)
+    sizes = {"bulk": float(numbers.ess_bulk), "tail": float(numbers.ess_tail)}
+    assert min(sizes, key=sizes.get) == slow
+    found = diagnose(Posterior({"w": draws}, kind="chains"))["effective draws"]
+    assert found.value == pytest.approx(sizes[slow], rel=1e-5)
