@@ -118,7 +118,25 @@ def varying_intercepts() -> None:
     pyro.sample("y", dist.Normal(scale * z[GROUPS], 1.0).to_event(1), obs=Y)
 
 
+def products_and_scatters() -> None:
+    """Matrices and vectors of each chain and of all; one number a row is replaced, or
+    gets another one added.
+    """
+    a = pyro.sample("a", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    every = torch.linspace(-1, 1, 12).reshape(4, 3).to(a)
+    vector = torch.tensor([1.0, -2.0, 0.5]).to(a)
+    products = a @ b + a @ vector + every @ b + (b @ vector) * (b @ b)
+    column = torch.tensor([2, 0, 1, 1])[:, None]
+    replaced = a.scatter(1, column, a.exp()[:, :1])
+    filled = a.scatter(1, column, 0.5)
+    added = a.scatter_add(1, column, a.square()[:, :1])
+    of_rows = torch.stack([replaced, filled, added]).sin().sum(0)
+    pyro.factor("f", -products.square().sum() - (of_rows * every).sum())
+
+
 MODELS = [
+    products_and_scatters,
     varying_slopes,
     mixture,
     enumerated_chain,
