@@ -9,6 +9,7 @@ from torch import fx
 
 from pyro_symmetric.arguments import Function
 
+# operator -> function in terms of others
 Decompositions = dict[Any, Callable[..., Any]]
 
 

@@ -34,7 +34,6 @@ from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# operator -> function in terms of others
 LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
 LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
