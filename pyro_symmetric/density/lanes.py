@@ -241,17 +241,20 @@ def _pointwise(call: Call) -> Lanes:
         if all(_is_repeated(tensor, axis) for tensor in tensors)
     ]
 
-    def without_repeats(value: Any) -> Any:
-        for axis in repeated:
-            if isinstance(value, Tensor) and value.dim() >= -axis:
-                value = value.narrow(axis, 0, min(1, value.shape[axis]))
-        return value
-
-    return Lanes(call.op(**tree_map(without_repeats, arguments)))
+    arguments = tree_map(lambda value: _without_repeats(value, repeated), arguments)
+    return Lanes(call.op(**arguments))
 
 
 def _is_repeated(value: Tensor, axis: int) -> bool:
     return value.dim() < -axis or value.shape[axis] == 1 or value.stride(axis) == 0
+
+
+def _without_repeats(value: Any, axes: list[int]) -> Any:
+    """Leave one number along axes, which are counted from the last."""
+    for axis in axes:
+        if isinstance(value, Tensor) and value.dim() >= -axis:
+            value = value.narrow(axis, 0, min(1, value.shape[axis]))
+    return value
 
 
 def _same(call: Call) -> Any:
@@ -295,6 +298,20 @@ def _along_axes(call: Call) -> Any:
         elif name in values:
             values[name] = [axis % rank for axis in axes or range(rank)]
     return tree_map(Lanes, call.op(**values))
+
+
+def _reduced(call: Call) -> Any:
+    """Reduce axes, for one number of those that are repeated along another axis."""
+    values = _same(call).values
+    rank = values.dim() - 1
+    axes = call.arguments["dim"]
+    if rank == 0 or axes is None or axes == []:
+        return _along_axes(call)
+    reduced = [axis % rank for axis in ([axes] if isinstance(axes, int) else axes)]
+    others = [axis - rank - 1 for axis in range(rank) if axis not in reduced]
+    repeated = [axis for axis in others if _is_repeated(values, axis)]
+    operand = Lanes(_without_repeats(values, repeated))
+    return _along_axes(call._replace(arguments=call.arguments | {"self": operand}))
 
 
 def _cumulative_sum(call: Call) -> Lanes:
@@ -430,17 +447,19 @@ _BY_RULE: dict[Callable[[Call], Any], Args] = {
         aten.squeeze,
         aten.unsqueeze,
     ),
-    _along_axes: (
+    _reduced: (
         aten.sum.dim_IntList,
         aten.mean.dim,
         aten.prod.dim_int,
-        aten.cumprod,
         aten.amax,
         aten.amin,
         aten.any.dim,
         aten.any.dims,
         aten.all.dim,
         aten.all.dims,
+    ),
+    _along_axes: (
+        aten.cumprod,
         aten.max.dim,
         aten.min.dim,
         aten.sort,

@@ -2,6 +2,7 @@
 model, in double precision, and of compiled programs against them.
 """
 
+import math
 import pickle
 import shutil
 
@@ -165,18 +166,29 @@ def test_with_the_chains_last_a_model_has_the_energies_and_gradients_of_vmap(mod
     torch.testing.assert_close(found[1], gradient, rtol=1e-9, atol=1e-9)
 
 
-def test_numbers_that_all_rows_share_are_computed_once_a_chain():
-    density = Density(heavy_tails, engine="eager")
+def shapes_of_results(model, operator) -> list[list[int]]:
+    """The shapes that an operator computes for 16 chains."""
+    density = Density(model, engine="eager")
     z = positions(density, 16)
     lanes = ChainsLast(density._eager, z[0].clone())
     graph = make_fx(lanes)(z.t().contiguous().t())
-    sizes = [
-        node.meta["val"].numel()
-        for node in graph.graph.find_nodes(
-            op="call_function", target=torch.ops.aten.lgamma.default
-        )
-    ]
-    assert sizes == [16, 16]
+    nodes = graph.graph.find_nodes(op="call_function", target=operator)
+    return [[*node.meta["val"].shape] for node in nodes]
+
+
+def test_numbers_that_all_rows_share_are_computed_once_a_chain():
+    shapes = shapes_of_results(heavy_tails, torch.ops.aten.lgamma.default)
+    assert [math.prod(shape) for shape in shapes] == [16, 16]
+
+
+def test_weights_that_all_rows_share_are_normalised_once_a_chain():
+    """Of 30 rows there are the exponentials of the rows' own sum over components and of
+    its gradient, and none for the logarithm of the weights' sum, or for its gradient.
+    """
+    exps = shapes_of_results(mixture, torch.ops.aten.exp.default)
+    logs = shapes_of_results(mixture, torch.ops.aten.log.default)
+    assert [shape for shape in exps if shape[0] == 30] == [[30, 3, 16]] * 2
+    assert [shape for shape in logs if shape[0] == 30] == [[30, 16]]
 
 
 def test_large_matrices_are_factored_with_the_chains_first():
