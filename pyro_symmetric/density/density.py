@@ -15,7 +15,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -449,6 +449,16 @@ def fused(density: Any, function: Function, *inputs: Any) -> Any:
 def compiles(density: Any) -> bool:
     """Return whether :func:`fused` compiles programs for a density."""
     return isinstance(getattr(density, "fast", None), Compiled)
+
+
+class Uncompiled(NamedTuple):
+    """A density of which :func:`fused` compiles no programs."""
+
+    density: Any
+
+    def energy_and_gradient(self, z: Tensor, *rows: Rows | None) -> Evaluation:
+        """Return energies ``(C,)`` and gradients ``(C, D)``."""
+        return evaluated_once(self.density, z, *rows)
 
 
 def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:

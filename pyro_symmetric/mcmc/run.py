@@ -17,7 +17,13 @@ from pyro_symmetric.arguments import Json
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.errors import first_line
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.settling import LIMIT, Agreement, ModeMasses
+from pyro_symmetric.mcmc.kernels.settling import (
+    LIMIT,
+    ON_THEIR_WAY,
+    Agreement,
+    ModeMasses,
+    sources,
+)
 from pyro_symmetric.mcmc.resume import (
     VERSIONS,
     allowed_difference,
@@ -280,16 +286,13 @@ class Run:
                 "shape"
             )
         if iteration < run_state.num_warmup:
-            before = run_state.restarts
             if run_state.masses is not None:
                 run_state, moved = restart(
                     run_state, run_state.masses, moved, kernel.restarts, density
                 )
             if run_state.agreement is not None:
-                has_moved = run_state.restarts > before
-                lengths = () if has_moved else settings.warmups(density)
                 run_state = end_if_settled(
-                    run_state, run_state.agreement, moved, lengths
+                    run_state, run_state.agreement, moved, settings.warmups(density)
                 )
             moved = kernel.adapt(density, moved, iteration, run_state.num_warmup)
         elif (iteration + 1 - run_state.num_warmup) % settings.thinning == 0:
@@ -395,24 +398,26 @@ def restart(
     histories, if this iteration is one of the ``times`` before the end of warm-up.
     """
     done = run_state.iteration + 1
-    times = tuple(time for time in times if time < run_state.num_warmup)
-    masses = masses.update(run_state.iteration, state.z, state.energy)
-    if not times or done > times[-1]:
+    checks = [time for time in times if done <= time < run_state.num_warmup]
+    if not checks:
         return replace(run_state, masses=None), state
-    if done not in times:
+    masses = masses.update(run_state.iteration, state.z, state.energy)
+    if done not in checks:
         return replace(run_state, masses=masses), state
     # another one, so that looking at the modes leaves the chains' random numbers
     generator = Generator(density.device).manual_seed((run_state.seed + done) % 2**63)
-    chains = masses.sources(density, generator)
-    run_state = replace(run_state, masses=ModeMasses())
-    if chains is None:
+    gaps = masses.gaps(density, generator)
+    chains = sources(gaps, generator)
+    have_arrived = bool((gaps >= -ON_THEIR_WAY).all())
+    run_state = replace(run_state, masses=ModeMasses(have_arrived=have_arrived))
+    moved = chains != torch.arange(len(chains), device=chains.device)
+    if not moved.any():
         return run_state, state
-    stay = chains == torch.arange(len(chains), device=chains.device)
     agreement = run_state.agreement
     run_state = replace(
         run_state,
         agreement=None if agreement is None else agreement.of_chains(chains),
-        restarts=run_state.restarts + int((~stay).sum()),
+        restarts=run_state.restarts + int(moved.sum()),
     )
     return run_state, state.of_chains(chains)
 
@@ -420,8 +425,8 @@ def restart(
 def end_if_settled(
     run_state: RunState, agreement: Agreement, state: State, lengths: tuple[int, ...]
 ) -> RunState:
-    """End warm-up with this iteration if that is one of the ``lengths`` and the chains
-    in ``state`` have settled.
+    """End warm-up with this iteration if that is one of the ``lengths``, the chains in
+    ``state`` have settled, and none restarted or is on its way from a negligible mode.
     """
     length = run_state.iteration + 1
     num_warmup = run_state.num_warmup
@@ -432,13 +437,14 @@ def end_if_settled(
         state.energy,
         state.statistics.get("acceptance_rate"),
     )
-    if length in lengths:
+    masses = run_state.masses
+    if length in lengths and (masses is None or masses.have_arrived):
         r_hat = agreement.r_hat()
         num_warmup = length if r_hat < LIMIT else num_warmup
     return replace(
         run_state,
         num_warmup=num_warmup,
-        masses=None if length == num_warmup else run_state.masses,
+        masses=None if length == num_warmup else masses,
         agreement=None if length == num_warmup else agreement,
         r_hat=r_hat,
     )

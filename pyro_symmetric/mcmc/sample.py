@@ -90,7 +90,8 @@ def sample(
     :param num_samples: draws to keep of each chain, one every ``thinning`` iterations.
         ``"auto"``: until there are 1,000 effective ones, at most 1,000 of each chain.
     :param num_warmup: iterations of adaptation, which are discarded. ``"auto"``: until
-        every chain has settled.
+        every chain has settled. Unless ``initial`` is passed, 16 chains or more leave
+        modes of negligible mass meanwhile, and restart where another one is.
     :param num_chains: chains that run at once. ``None``: 4, or chosen with the kernel.
     :param initial: starting points: ``"prior"`` (default for a ``BayesianModel``);
         ``"uniform"`` in (-2, 2) on the unconstrained scale (default otherwise);

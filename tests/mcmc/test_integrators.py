@@ -12,7 +12,8 @@ import torch
 from scipy import integrate
 from torch import Tensor
 
-from pyro_symmetric.mcmc import HMC
+from pyro_symmetric.density.density import Uncompiled, fused
+from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
     Mass,
@@ -184,6 +185,27 @@ def test_a_step_size_is_found_though_another_engine_rounded_the_energies_in_a_st
         .tuning.step_size
     )
     assert (found > 0.01).all()
+
+
+@pytest.mark.parametrize(("kind", "compiles"), [(AdaptiveHMC, True), (NUTS, False)])
+def test_steps_are_tried_by_programs_that_iterations_have_anyway(
+    kind, compiles, generator, monkeypatch
+):
+    """The first step size is found before any program is compiled."""
+    densities = []
+
+    def record(density, function, *inputs):
+        densities.append(type(density))
+        return fused(density, function, *inputs)
+
+    monkeypatch.setattr("pyro_symmetric.mcmc.kernels.adaptation.fused", record)
+    density = GaussianPotential(torch.ones(3, dtype=torch.float64), rotated=False)
+    kernel = kind(None)
+    state = kernel.init(density, density.sample(8), 100, generator)
+    assert set(densities) == {Uncompiled}
+    densities.clear()
+    kernel.adapt(density, kernel.step(density, state), 0, 100)
+    assert set(densities) == {GaussianPotential if compiles else Uncompiled}
 
 
 def test_each_chain_finds_the_step_that_it_would_find_alone(generator):

@@ -12,7 +12,7 @@ from torch import nn
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, sample
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianTuning
-from pyro_symmetric.mcmc.kernels.settling import ModeMasses
+from pyro_symmetric.mcmc.kernels.settling import ModeMasses, sources
 from pyro_symmetric.posterior.diagnostics import starts
 
 from .conftest import GaussianPotential, Killed, assert_same_draws
@@ -80,10 +80,13 @@ def masses_of(density, draws) -> ModeMasses:
 
 def negligible(density, draws, generator) -> list[bool]:
     """Tell which chains restart."""
-    chains = masses_of(density, draws).sources(density, generator)
-    if chains is None:
-        return [False] * draws.shape[1]
+    chains = sources_of(masses_of(density, draws), density, generator)
     return (chains != torch.arange(draws.shape[1])).tolist()
+
+
+def sources_of(masses, density, generator) -> torch.Tensor:
+    """The chains at whose positions chains continue."""
+    return sources(masses.gaps(density, generator), generator)
 
 
 def two_modes(log_mass, scale, correlation=0.0, dim=4) -> Modes:
@@ -189,7 +192,8 @@ def test_a_chain_of_infinite_energy_does_not_keep_the_others(generator):
     masses = masses_of(density, draws)
     level = masses.level.clone()
     level[0], level[1] = torch.inf, torch.nan
-    chains = dataclasses.replace(masses, level=level).sources(density, generator)
+    masses = dataclasses.replace(masses, level=level)
+    chains = sources_of(masses, density, generator)
     moved = (chains != torch.arange(20)).tolist()
     assert moved == [False] * 17 + [True] * 3
     assert set(chains[17:].tolist()) <= set(range(2, 17))
@@ -203,7 +207,7 @@ def test_no_chain_restarts_at_one_that_stands_still_or_is_lost(seed, generator):
     draws[:, :5] = draws[0, :5] + 1000
     draws[45:, 5] = torch.nan
     generator.manual_seed(seed)
-    chains = masses_of(density, draws).sources(density, generator)
+    chains = sources_of(masses_of(density, draws), density, generator)
     assert (chains[:12] == torch.arange(12)).all()
     assert set(chains[12:].tolist()) <= set(range(6, 12))
 
@@ -233,7 +237,7 @@ def test_chains_on_their_way_are_judged_by_their_last_energies(generator):
         energy = density.energy_and_gradient(z)[0]
         masses = masses.update(iteration, z, energy)
     assert masses.recent.count == 50
-    chains = masses.sources(density, generator)
+    chains = sources_of(masses, density, generator)
     assert (chains != torch.arange(20)).tolist() == [False] * 16 + [True] * 4
 
 
@@ -251,7 +255,7 @@ def test_of_more_than_64_chains_those_beyond_restart_at_the_first_ones(generator
     density = two_modes(-40.0, 1.0)
     mode = torch.tensor(([0] * 9 + [1]) * 10)
     draws = density.draws(mode, 50)
-    chains = masses_of(density, draws).sources(density, generator)
+    chains = sources_of(masses_of(density, draws), density, generator)
     assert (chains != torch.arange(100)).tolist() == (mode == 1).tolist()
     assert (chains[mode == 1] < 64).all()
 
@@ -336,6 +340,21 @@ def test_modes_that_matter_keep_their_chains(form, monkeypatch):
     far = (posterior.samples["w"] > FAR / 2).all(2).all(1)
     assert int(far.sum()) == 16
     assert "restarts" not in posterior.metadata
+
+
+def test_warm_up_goes_on_while_chains_may_be_on_their_way(monkeypatch):
+    """In a mode of exp(-5) of the mass, which isn't negligible: they never arrive, and
+    warm-up takes all iterations. One chain of 32 is too few to show by energies.
+    """
+    place = near_modes(1)["w"]
+    place[7] += FAR
+    monkeypatch.setattr(
+        "pyro_symmetric.mcmc.run.starting_points", lambda *arguments: place
+    )
+    for log_mass, length in ((-5.0, 1700), (-1.0, 150)):
+        posterior = sample(HMC(modes(0.0, log_mass)), seed=0, **RUN)
+        assert posterior.metadata["num_warmup"] == length
+        assert "restarts" not in posterior.metadata
 
 
 @pytest.mark.parametrize("reason", ["placed", "few", "short"])

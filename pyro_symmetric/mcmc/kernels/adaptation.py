@@ -34,11 +34,12 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Model, Names
-from pyro_symmetric.density.density import Density, evaluated_once
+from pyro_symmetric.density.density import Density, Uncompiled, evaluated_once, fused
 from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
     Kernel,
     Mass,
+    PhasePoint,
     State,
     energy_error,
     leapfrog,
@@ -122,6 +123,8 @@ class TunedKernel(Kernel):
 
     warmups = (150, 200, 300, 500, 900, 1700)  # with common windows
     restarts = (100, *warmups)
+    # whether programs of single leapfrog steps are compiled for iterations
+    compiles_leapfrog: ClassVar[bool] = False
 
     model: Model
     _: KW_ONLY
@@ -147,7 +150,7 @@ class TunedKernel(Kernel):
 
     @abstractmethod
     def trial_acceptance(
-        self, density: Density, state: State, step_size: Tensor
+        self, density: Density | Uncompiled, state: State, step_size: Tensor
     ) -> Tensor:
         """Return the acceptance ``(C,)`` of one step with fresh momenta, or what is
         adapted in its place.
@@ -180,7 +183,8 @@ class TunedKernel(Kernel):
         return (
             state
             if self.step_size is not None
-            else self._find_step_size(density, state, step)
+            # eager, so that a run's first iteration compiles, below its progress bar
+            else self._find_step_size(Uncompiled(density), state, step)
         )
 
     def adapt(
@@ -188,6 +192,7 @@ class TunedKernel(Kernel):
     ) -> State:
         tuning: HamiltonianTuning = state.tuning
         windows = self._windows(num_warmup, len(state.z))
+        trials = density if self.compiles_leapfrog else Uncompiled(density)
         done = iteration + 1
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
@@ -200,13 +205,13 @@ class TunedKernel(Kernel):
             state = tuned(state, search=search, step_size=step)
             # after 1, 2, 4, 8, ... iterations
             if tuning.blind and done & iteration == 0:
-                state = self._find_step_size(density, state, step)
+                state = self._find_step_size(trials, state, step)
         if done in windows.ends:
             mass = state.tuning.estimate.mass()
             is_provisional = done in windows.early
             state = tuned(state, mass=mass, estimate=None, blind=is_provisional)
             if self.adapt_step_size:
-                state = self._find_step_size(density, state, _average_step_size(state))
+                state = self._find_step_size(trials, state, _average_step_size(state))
         length = windows.length_from(done)
         if length:
             empty = MassEstimate.start(state.z, length, full=self.full_mass)
@@ -223,14 +228,20 @@ class TunedKernel(Kernel):
             return Windows(num_warmup, ())
         return windows(num_warmup, num_chains)
 
-    def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
+    def _find_step_size(
+        self, density: Density | Uncompiled, state: State, step: Tensor
+    ) -> State:
         """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
         the target, as Stan does, and restart their adaptation. Chains do so separately
         while the mass matrix is unknown."""
         separate = state.tuning.blind
-        # rounded like the steps below; programs round otherwise
-        energy, gradient = evaluated_once(density, state.z)
-        start = replace(state, energy=energy, gradient=gradient)
+        mass = state.tuning.mass
+        # A step of size 0 rounds energies like the steps below.
+        at_rest = PhasePoint(
+            state.z, torch.zeros_like(state.z), state.energy, state.gradient
+        )
+        point = fused(density, leapfrog, at_rest, torch.zeros_like(step)[:, None], mass)
+        start = replace(state, energy=point.energy, gradient=point.gradient)
         target = self.search(step, separate).target
         grow = None
         crossed = torch.zeros_like(step, dtype=torch.bool)
@@ -264,13 +275,11 @@ class HamiltonianKernel(TunedKernel):
         return StepSizeAdaptation.start(step_size, self.target_accept_prob, follow)
 
     def trial_acceptance(
-        self, density: Density, state: State, step_size: Tensor
+        self, density: Density | Uncompiled, state: State, step_size: Tensor
     ) -> Tensor:
         mass = state.tuning.mass
         start = resample_momenta(state, mass)
-        end = leapfrog(
-            lambda z: evaluated_once(density, z), start, step_size[:, None], mass
-        )
+        end = fused(density, leapfrog, start, step_size[:, None], mass)
         return (
             (-energy_error(end.total_energy(mass), start.total_energy(mass)))
             .clamp(max=0)

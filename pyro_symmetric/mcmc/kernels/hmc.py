@@ -80,6 +80,8 @@ class HMC(HamiltonianKernel):
     :param max_steps: upper limit of the leapfrog steps of one iteration.
     """
 
+    compiles_leapfrog = True
+
     trajectory_length: float = math.pi / 2
     num_steps: int | None = None
     max_steps: int = 256
@@ -305,6 +307,8 @@ class AdaptiveHMC(HamiltonianKernel):
 
     :param max_steps: upper limit of the leapfrog steps of one iteration.
     """
+
+    compiles_leapfrog = True
 
     max_steps: int = 512
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.density import Density, evaluated_once, fused
+from pyro_symmetric.density.density import Density, Uncompiled, fused
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import (
     HamiltonianTuning,
@@ -208,14 +208,12 @@ class MCLMC(TunedKernel):
         return StepSizeAdaptation.start(step_size, 0.0, follow, STEP_GAIN)
 
     def trial_acceptance(
-        self, density: Density, state: State, step_size: Tensor
+        self, density: Density | Uncompiled, state: State, step_size: Tensor
     ) -> Tensor:
         mass = state.tuning.mass
         start = resample_momenta(state, state.tuning.mass)
         start = start._replace(momentum=normalise(start.momentum, mass))
-        error = isokinetic_step(
-            lambda z: evaluated_once(density, z), start, step_size[:, None], mass
-        )[1]
+        error = fused(density, isokinetic_step, start, step_size[:, None], mass)[1]
         return self._margin(error.square() / (state.z.shape[-1] * self.energy_error))
 
     def acceptance(self, state: State) -> Tensor:

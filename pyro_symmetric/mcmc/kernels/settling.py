@@ -37,11 +37,13 @@ DRAWS = 512
 # upper quartile of the lower bounds. By Markov's inequality each of those is too high
 # by t nats with a chance of at most exp(-t).
 MARGIN = 8.0
+# Chains so far below that quartile may be on their way from such a mode.
+ON_THEIR_WAY = 3.0
 TRAVELLING = 50  # iterations before the first that count
 MOST_CORRELATED = 64  # coordinates up to which covariances are estimated
 SHRINKAGE = 0.05  # of correlations
 LEVEL_RATE = 0.1  # weight of a draw in the fading mean of energies
-ROUNDS = 8  # points of a Gaussian at which the density is evaluated
+POINTS = 4  # of a Gaussian, at which the density is evaluated
 
 
 # restarts -----------------------------------------------------------------------------
@@ -66,11 +68,14 @@ class ModeMasses:
     :param products: sums of outer products of deviations of the first chains,
         ``(B, D, D)``; ``None`` for many coordinates.
     :param level: mean energy of each chain, weighted towards its last draws, ``(C,)``.
+    :param have_arrived: whether no chain restarted, or was on its way from a negligible
+        mode, when the chains were last judged.
     """
 
     recent: Spread | None = None
     products: Tensor | None = None
     level: Tensor | None = None
+    have_arrived: bool = True
 
     def update(self, iteration: int, z: Tensor, energy: Tensor) -> ModeMasses:
         """Add positions ``(C, D)`` and energies ``(C,)`` of an iteration, counted from
@@ -89,28 +94,18 @@ class ModeMasses:
         if products is not None:
             delta = (z - before.mean)[:CHAINS]
             products = products + delta[:, :, None] * (z - after.mean)[:CHAINS, None, :]
-        return ModeMasses(after, products, level)
+        return replace(self, recent=after, products=products, level=level)
 
-    def sources(self, density: Density, generator: Generator) -> Tensor | None:
-        """Draw the chain at whose position each one continues, ``(C,)``: its own or, in
-        a negligible mode, that of one of the first :data:`CHAINS` that aren't in such a
-        mode; ``None`` if all stay.
+    def gaps(self, density: Density, generator: Generator) -> Tensor:
+        """Return how far the upper bounds of the chains' modes are above the upper
+        quartile of the lower bounds of the posterior, in nats, ``(C,)``; infinite where
+        no bound is known.
         """
         upper = self.upper_bounds()
         lower = self.lower_bounds(density, generator)
         if not len(lower):
-            return None
-        reference = lower.quantile(0.75, interpolation="lower")
-        is_negligible = upper < reference - MARGIN
-        is_known = upper.isfinite() & ~is_negligible
-        others = is_known[:CHAINS].nonzero()[:, 0]
-        if not is_negligible.any() or not len(others):
-            return None
-        chains = torch.arange(len(is_negligible), device=others.device)
-        chosen = torch.randint(
-            len(others), chains.shape, generator=generator, device=others.device
-        )
-        return torch.where(is_negligible, others[chosen], chains)
+            return torch.full_like(upper, torch.inf)
+        return upper - lower.quantile(0.75, interpolation="lower")
 
     def upper_bounds(self) -> Tensor:
         """Return upper bounds of the log masses of the chains' modes, ``(C,)``;
@@ -168,6 +163,24 @@ class ModeMasses:
         return (variances > 0).all(1) & is_finite & moves.any()
 
 
+def sources(gaps: Tensor, generator: Generator) -> Tensor:
+    """Draw the chain at whose position each one continues, ``(C,)``: its own or, in a
+    negligible mode, that of one of the first :data:`CHAINS` that aren't in such a mode.
+
+    :param gaps: as :meth:`ModeMasses.gaps` returns them.
+    """
+    chains = torch.arange(len(gaps), device=gaps.device)
+    is_negligible = gaps < -MARGIN
+    is_known = gaps.isfinite() & ~is_negligible
+    others = is_known[:CHAINS].nonzero()[:, 0]
+    if not is_negligible.any() or not len(others):
+        return chains
+    chosen = torch.randint(
+        len(others), chains.shape, generator=generator, device=gaps.device
+    )
+    return torch.where(is_negligible, others[chosen], chains)
+
+
 def _evidence_bound(
     density: Density,
     mean: Tensor,
@@ -183,7 +196,7 @@ def _evidence_bound(
     factor, failed = torch.linalg.cholesky_ex(covariance)
     log_determinant = factor.diagonal(dim1=1, dim2=2).log().sum(1)
     total = torch.zeros_like(log_determinant)
-    for _ in range(ROUNDS):
+    for _ in range(POINTS):  # one after another, as a model may need much memory
         noise = torch.empty_like(mean[:, moves]).normal_(generator=generator)
         z = mean.clone()
         z[:, moves] += torch.linalg.vecdot(factor, noise[:, None])
@@ -191,7 +204,7 @@ def _evidence_bound(
         squares = noise.square() + math.log(2 * math.pi)
         log_density = -0.5 * squares.sum(1) - log_determinant
         total += -energy - log_density
-    bounds = total / ROUNDS
+    bounds = total / POINTS
     return bounds.where(bounds.isfinite() & (failed == 0), -torch.inf)
 
 
