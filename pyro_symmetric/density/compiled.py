@@ -45,14 +45,13 @@ from pyro_symmetric.density.traced import TracedTarget
 MIN_EVALUATIONS = 3500
 MIN_LANES = 16  # chains from which innermost loops over chains are faster
 # With one thread PyTorch starts no worker processes. It detects vector instructions by
-# compiling and loading test programs, which takes as long as all else; AVX512 is known
-# from its own kernels.
+# compiling and loading test programs, which takes as long as all else; those of x86 are
+# known from its own kernels.
+KNOWN_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 OPTIONS: Entries = {
     "size_asserts": False,
     "compile_threads": 1,
-    "cpp.vec_isa_ok": True
-    if torch.backends.cpu.get_cpu_capability() == "AVX512"
-    else None,
+    "cpp.vec_isa_ok": True if KNOWN_VECTORS else None,
 }
 
 

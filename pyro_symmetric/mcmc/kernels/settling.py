@@ -38,7 +38,7 @@ DRAWS = 512
 # by t nats with a chance of at most exp(-t).
 MARGIN = 8.0
 # Chains so far below that quartile may be on their way from such a mode.
-ON_THEIR_WAY = 3.0
+ON_THEIR_WAY = 4.0
 TRAVELLING = 50  # iterations before the first that count
 MOST_CORRELATED = 64  # coordinates up to which covariances are estimated
 SHRINKAGE = 0.05  # of correlations
