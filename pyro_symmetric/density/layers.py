@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_symmetric.arguments import Args, Entries
 from pyro_symmetric.density.eager import (
     ROWS,
-    Evaluate,
     Evaluation,
     NetworkTarget,
     Rows,
@@ -48,6 +47,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 # of a chain in the cache; beyond, batched matrix products are faster
 WEIGHT_BYTES = 2**19
 THREAD_FLOPS = 2e7  # least work of a thread
+NO_BATCHES = np.empty((0, 0), np.int64)
 # PyTorch operator -> index in FUNCTIONS
 ACTIVATIONS = {"relu": 1, "tanh": 2, "sigmoid": 3, "silu": 4}
 FUNCTIONS = (lambda h: h, torch.relu, torch.tanh, torch.sigmoid, functional.silu)
@@ -91,7 +91,7 @@ class Layers:
     def __init__(self, target: NetworkTarget | TracedTarget):
         if not isinstance(target, NetworkTarget):
             raise Unavailable("the model isn't a BayesianModel")
-        problem = problem_of(target)
+        problem = self._problem = problem_of(target)
         likelihood = target.model.likelihood
         priors = [
             _normal(target.sites[name])
@@ -117,20 +117,27 @@ class Layers:
             if isinstance(likelihood, GaussianLikelihood)
             else GaussianLikelihood(1.0)
         )
-        self._noise = gaussian.scale  # 1 for labels; None if it is learnt
         self._constant = (
             float(scale.double().log().sum()) + (self._count + self._dim) * HALF_LOG_2PI
         )
-        if self._noise is not None:
-            self._constant += self._count * math.log(self._noise)
+        self._is_learnt = gaussian.scale is None
         # half-normal prior of the noise scale, the exponential of the last coordinate
-        else:
-            self._noise_precision = gaussian.prior_scale**-2
+        if gaussian.scale is None:
+            self._noise_rate = gaussian.prior_scale**-2
             self._constant += math.log(gaussian.prior_scale / 2) + HALF_LOG_2PI
-        self.tiled = is_tiled(problem)
-        self._loss: Evaluate = (
-            Tiled(problem) if self.tiled else partial(batched_loss, problem)
-        )
+        else:  # 1 for labels
+            self._noise_rate = gaussian.scale**-2
+            self._constant += self._count * math.log(gaussian.scale)
+        self.tiles: Tiles | None = None
+        if is_tiled(problem):
+            prior = Prior(
+                loc.numpy(force=True),
+                self._precision.numpy(force=True),
+                self._constant,
+                float(self._count),
+                float(self._noise_rate),
+            )
+            self.tiles = Tiles(problem, prior)
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
@@ -139,23 +146,24 @@ class Layers:
         share = (
             1 if index is None else self._rows / index.shape[-1]
         ) / self._temperature
-        if self._noise is None:
+        if self.tiles is not None:
+            return self.tiles(z, share, index)
+        w = z
+        precision = z.new_full((len(z),), share * self._noise_rate)
+        if self._is_learnt:
             w = z[:, :-1]
             log_noise = z[:, -1]
             precision = share * (-2 * log_noise).exp()
-        else:
-            w = z
-            precision = z.new_full((len(z),), share * self._noise**-2)
-        loss, gradient = self._loss(w, precision, index)
+        loss, gradient = batched_loss(self._problem, w, precision, index)
         misfit = loss.mul_(precision)
         centred = w - self._loc
         energy = torch.addmv(misfit, centred.square(), self._precision, alpha=0.5).add_(
             self._constant
         )
         gradient.addcmul_(centred, self._precision)
-        if self._noise is not None:
+        if not self._is_learnt:
             return energy, gradient
-        noise = self._noise_precision * (2 * log_noise).exp()
+        noise = self._noise_rate * (2 * log_noise).exp()
         slope = self._count - 1 + noise - 2 * misfit
         return energy + (self._count - 1) * log_noise + 0.5 * noise, torch.cat(
             [gradient, slope[:, None]], 1
@@ -180,6 +188,24 @@ class Layer(NamedTuple):
     weight: int
     bias: int
     kind: int = 0  # of the activation, index in FUNCTIONS
+
+
+class Prior(NamedTuple):
+    """Normal priors of the weights, and the half-normal one of the noise scale, the
+    exponential of the last coordinate, if that is learnt.
+
+    :param loc: ``(W,)``; ``precision`` likewise.
+    :param constant: of the energy.
+    :param num_targets: normal targets, over the likelihood's temperature.
+    :param noise_rate: precision of the noise or, if its scale is learnt, of the
+        half-normal prior.
+    """
+
+    loc: Any
+    precision: Any
+    constant: float
+    num_targets: float
+    noise_rate: float
 
 
 class Problem(NamedTuple):
@@ -338,13 +364,14 @@ def batched_loss(
     return loss.detach(), gradient
 
 
-class Tiled:
-    """The same loss by a compiled loop over chains, shared among threads if there is
-    enough work.
+class Tiles:
+    """Energies by a compiled loop over chains, shared among threads if there is enough
+    work.
     """
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, prior: Prior):
         self.problem = problem
+        self.prior = prior
         self._layers = np.array(problem.layers)
         self._flops = 6.0 * sum(
             layer.inputs * layer.outputs for layer in problem.layers
@@ -360,50 +387,78 @@ class Tiled:
         # aligned by PyTorch
         return padded.unflatten(0, (-1, int(T))).mT.flatten(1).contiguous().numpy()
 
-    def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
-        """Return as :func:`batched_loss` does.
+    def __call__(self, z: Tensor, share: float, index: Tensor | None) -> Evaluation:
+        """Return energies ``(C,)`` and gradients ``(C, D)``.
 
+        :param share: by which the loss is multiplied.
+        :param index: rows of each chain's mini-batch ``(C, B)``; ``None``: all.
         :raises IndexError: if there are no such rows.
         """
-        chains = len(w)
+        chains = len(z)
         count = rows = len(self._rows)
         if index is None:
-            data = self._tiles
-            index = torch.empty((0, 0), dtype=torch.long, device="cpu")
+            data, batches = self._tiles, NO_BATCHES
         else:
-            data = self._rows.numpy()
+            data, batches = self._rows.numpy(), index.long().contiguous().numpy()
             count = index.shape[1]
             if not 0 <= int(index.min()) <= int(index.max()) < rows:
                 raise IndexError(
                     f"mini-batches must be of rows between 0 and {rows - 1}"
                 )
-        loss = w.new_empty(chains)
-        gradient = w.new_empty(w.shape)
-        tensors = (index.long(), w, scale, loss, gradient)
-        arrays = [value.contiguous().numpy() for value in tensors]
+        energy = z.new_empty(chains)
+        gradient = z.new_empty(z.shape)
+        of_data = (self._layers, data, count, self.problem.labels, self.prior, share)
+        arrays = (batches, z.contiguous().numpy(), energy.numpy(), gradient.numpy())
 
         def evaluate(chunk: slice) -> None:
-            of_chunk = [array[chunk] for array in arrays]
-            loss_and_gradient(self._layers, data, count, self.problem.labels, *of_chunk)
+            energies(*of_data, *[array[chunk] for array in arrays])
 
         work = int(self._flops * count * chains / THREAD_FLOPS)
         threads = max(1, min(torch.get_num_threads(), chains, work))
-        cuts = [chains * t // threads for t in range(threads + 1)]
-        chunks = list(map(slice, cuts[:-1], cuts[1:]))
         if threads == 1:
-            evaluate(chunks[0])
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(evaluate, chunks))
-        return loss, gradient
+            energies(*of_data, *arrays)
+            return energy, gradient
+        cuts = [chains * t // threads for t in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(evaluate, map(slice, cuts[:-1], cuts[1:])))
+        return energy, gradient
 
 
 def is_tiled(problem: Problem) -> bool:
-    """Return whether :class:`Tiled` serves a problem."""
+    """Return whether :class:`Tiles` serves a problem."""
     x = problem.x
     numbers = sum(layer.inputs * layer.outputs for layer in problem.layers)
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     return fits and numbers * x.element_size() <= WEIGHT_BYTES
+
+
+@njit(**OPTIONS)
+def energies(layers, data, count, labels, prior, share, index, z, energy, gradient):
+    """Write the energies ``(C,)`` and their gradients ``(C, D)``."""
+    width = len(prior.loc)
+    is_learnt = z.shape[1] > width
+    scale = np.empty(len(z), z.dtype)
+    for c in range(len(z)):
+        precision = math.exp(-2 * z[c, width]) if is_learnt else prior.noise_rate
+        scale[c] = share * precision
+    loss_and_gradient(layers, data, count, labels, index, z, scale, energy, gradient)
+    for c in range(len(z)):
+        position = z[c]
+        slope = gradient[c]
+        squares = 0.0
+        for d in range(width):
+            centred = position[d] - prior.loc[d]
+            pull = prior.precision[d] * centred
+            squares += pull * centred
+            slope[d] += pull
+        misfit = np.float64(energy[c]) * scale[c]
+        total = prior.constant + misfit + 0.5 * squares
+        if is_learnt:
+            log_noise = np.float64(position[width])
+            noise = prior.noise_rate * math.exp(2 * log_noise)
+            total += (prior.num_targets - 1) * log_noise + 0.5 * noise
+            slope[width] = prior.num_targets - 1 + noise - 2 * misfit
+        energy[c] = total
 
 
 # the loop over tiles ------------------------------------------------------------------
@@ -420,7 +475,7 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
     :param count: rows of the data, or of a mini-batch.
     :param labels: whether the loss is cross-entropy; otherwise half the squared error.
     :param index: rows of each chain's mini-batch ``(C, B)``; ``(0, 0)`` without.
-    :param w: flat weights ``(C, W)``.
+    :param w: flat weights, ``(C, W)`` or with more coordinates, whose gradient is 0.
     """
     batched = len(index) > 0
     inputs = np.uint64(layers[0, 0])

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
@@ -13,7 +14,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_symmetric.density import layers
-from pyro_symmetric.density.layers import Problem, Tiled, read_layers
+from pyro_symmetric.density.layers import Prior, Problem, Tiles, read_layers
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import (
@@ -108,7 +109,7 @@ def test_every_activation_equals_a_loop_over_chains(name, dtype, way):
     density, _, _ = check(
         BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype)
     )
-    assert density.fast.tiled == (way == "tiles")
+    assert (density.fast.tiles is not None) == (way == "tiles")
     net[-1] = nn.Linear(11, 3, dtype=dtype)
     check(BayesianModel(net), *data(classes=3, dtype=dtype))
 
@@ -135,9 +136,10 @@ def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_i
     )
     w = torch.stack([w, torch.ones_like(w)], 1).to(dtype)
     one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    loss, gradient = Tiled(Problem(read_layers(net, one), one, zero, False))(
-        w, torch.ones_like(w[:, 0]), None
-    )
+    flat = np.zeros(2, w.numpy().dtype)
+    problem = Problem(read_layers(net, one), one, zero, False)
+    tiles = Tiles(problem, Prior(flat, flat, 0.0, 0.0, 1.0))
+    loss, gradient = tiles(w, 1.0, None)
     exact = w[:, 0].double().requires_grad_()
     value = ACTIVATIONS[name](exact)
     (slope,) = torch.autograd.grad(value.sum(), exact)
@@ -308,7 +310,7 @@ def test_a_chains_tiled_gradient_is_the_same_to_the_last_bit_whatever_runs_besid
         one = density.energy_and_gradient(z)
         alone = density.energy_and_gradient(z[5:6])
         # enough work that threads are worth their start
-        density.fast._loss._flops = 1e12
+        density.fast.tiles._flops = 1e12
         torch.set_num_threads(3)
         three = density.energy_and_gradient(z)
     finally:

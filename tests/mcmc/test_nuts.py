@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric.density.compiled import Compiled
+from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import tuned
 from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
@@ -18,6 +19,7 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     normal,
 )
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 from .conftest import GaussianPotential, ToyPotential
 
@@ -35,6 +37,20 @@ class AsTheyAre(Compiled):
 
     def run(self, function, *inputs):
         return function(self.density.energy_and_gradient, *inputs)
+
+
+WAYS = ("batches", "masked", "loops")
+
+
+def computed(density, way: str):
+    """Have leaves computed by tensor operations on the unfinished chains or on all, or
+    by loops over chains.
+    """
+    if way == "masked":
+        density.fast = AsTheyAre(density)
+    if way == "loops":
+        density.engine = "layers"
+    return density
 
 
 # the reference ------------------------------------------------------------------------
@@ -144,27 +160,27 @@ def reference(
 
 @pytest.mark.parametrize("step", [0.05, 0.4])
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(
-    banana, step, rotated, masked
+    banana, step, rotated, way
 ):
-    mass = DenseMass.of(
-        torch.tensor([1.0, 2.0], dtype=torch.float64),
-        torch.tensor([[1.0, 0.4], [0.4, 1.0]], dtype=torch.float64),
-    )
+    variance = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    correlation = torch.tensor([[1.0, 0.4], [0.4, 1.0]], dtype=torch.float64)
+    mass = of_chains = DenseMass.of(variance, correlation)
+    if way == "loops":  # which know no dense one
+        mass, of_chains = Mass(variance), Mass(variance[None])
     density = (
         GaussianPotential(torch.tensor([0.3, 4.0], dtype=torch.float64))
         if rotated
         else banana
     )
-    if masked:
-        density.fast = AsTheyAre(density)
+    density = computed(density, way)
     kernel = NUTS(None, step_size=step, max_tree_depth=7)
     depths = set()
     for seed in range(10):
         generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
         z = torch.randn(1, 2, dtype=torch.float64, generator=generator)
-        state = tuned(kernel.init(density, z, 0, generator), mass=mass)
+        state = tuned(kernel.init(density, z, 0, generator), mass=of_chains)
         generator.manual_seed(1000 + seed)
         found = kernel.step(density, state)
         generator.manual_seed(1000 + seed)
@@ -190,17 +206,15 @@ class Still(Mass):
         return torch.where(self.deviation > 0, noise / self.deviation, 0.0)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_chains_keep_their_places_while_others_finish(generator, masked):
+@pytest.mark.parametrize("way", WAYS)
+def test_chains_keep_their_places_while_others_finish(generator, way):
     # The first coordinate names the chain: nothing pulls at it and it has no momentum.
     # The scales of the others differ from chain to chain, so that trajectories have
     # many lengths.
     def energy(state: Tensor) -> Tensor:
         return 0.5 * (state[:, 1:] / (1 + state[:, :1])).square().sum(-1)
 
-    density = ToyPotential(energy)
-    if masked:
-        density.fast = AsTheyAre(density)
+    density = computed(ToyPotential(energy), way)
     names = torch.arange(20, dtype=torch.float64)
     z = torch.cat(
         [
@@ -224,7 +238,7 @@ def test_chains_keep_their_places_while_others_finish(generator, masked):
         assert (state.z != before.z).any(-1).float().mean() > 0.9
         steps = state.statistics["n_steps"]
         assert steps.unique().numel() > 3
-        if masked:
+        if way == "masked":
             assert set(density.batches) == {20}
             continue
         # Batches shrink as chains finish, and no chain is in them for more than one
@@ -245,8 +259,7 @@ def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only
             z[:, 0] > 1, torch.inf, 0.5 * z[:, 0] ** 2 + 0.01 * z[:, 1] ** 2
         )
 
-    density = ToyPotential(energy)
-    density.fast = AsTheyAre(density)  # batches of all chains
+    density = computed(ToyPotential(energy), "masked")  # batches of all chains
     kernel = NUTS(None, step_size=0.2, max_tree_depth=10**12)
     state = kernel.init(
         density,
@@ -260,11 +273,43 @@ def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only
     assert (outside <= 2 ** statistics["tree_depth"] * statistics["diverging"]).all()
 
 
-def test_a_trajectory_ends_at_the_largest_depth_and_says_so(generator):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trajectory_ends_at_the_largest_depth_and_says_so(way, generator):
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
+    density = computed(density, way)
     kernel = NUTS(None, step_size=1e-3, max_tree_depth=4)
     state = kernel.step(density, kernel.init(density, density.sample(6), 0, generator))
     assert (state.statistics["tree_depth"] == 4).all()
     assert (state.statistics["n_steps"] == 15).all()
     assert state.statistics["reached_max_treedepth"].all()
     assert (state.statistics["acceptance_rate"] > 0.999).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loops_over_chains_move_them_as_tensor_operations_do(scale, dtype, generator):
+    """Of a network, whose chains turn, diverge or go on. In single precision energies
+    of 1e9 are rounded to 64, and few chains may turn at another state.
+    """
+    x = torch.randn(40, 2, dtype=dtype, generator=generator)
+    y = scale * torch.randn(40, 1, dtype=dtype, generator=generator)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+    model = BayesianModel(net, likelihood=GaussianLikelihood(1.0), num_data=40)
+    density = Density(model, args=(x, y), engine="layers")
+    tensors = Density(model, args=(x, y), engine="eager")
+    z = torch.randn(30, density.dim, dtype=dtype, generator=generator)
+    kernel = NUTS(model, step_size=1.0, max_tree_depth=5)
+    step = torch.logspace(-4, 0, 30, dtype=dtype) / scale
+    state = tuned(kernel.init(density, z, 0, generator), step_size=step)
+    random_numbers = generator.get_state()
+    moved = kernel.step(density, state)
+    generator.set_state(random_numbers)
+    expected = kernel.step(tensors, state)
+    is_same = torch.isclose(moved.z, expected.z, rtol=1e-3, atol=1e-3).all(1)
+    for name in ("tree_depth", "diverging", "n_steps", "acceptance_rate"):
+        found, value = moved.statistics[name], expected.statistics[name]
+        is_same &= torch.isclose(found, value, rtol=1e-3, atol=1e-3)
+    assert is_same.sum() >= (30 if dtype == torch.float64 and scale == 1 else 24)
+    assert torch.equal(generator.get_state(), moved.generator.get_state())
+    assert len(moved.statistics["tree_depth"].unique()) >= 2
+    assert (0 < moved.statistics["diverging"].sum() < 30) == (scale == 1.0)

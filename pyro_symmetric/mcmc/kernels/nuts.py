@@ -40,6 +40,7 @@ from pyro_symmetric.mcmc.kernels.adaptation import (
 )
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
+    DenseMass,
     Mass,
     PhasePoint,
     State,
@@ -202,12 +203,15 @@ class _Forest:
         self.growing = no_steps == 0
         self.finished = list[_Tree]()
         self.fixed_batch = compiles(density)
+        self.in_loops = runs_in_loops(density, start.z, self.mass)
 
     def double(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each trajectory; return whether any is
         unfinished. A trajectory whose new half turns or diverges ends without it."""
         forward = self._uniform() < 0.5
         branch, span = _start_branch(self.tree, self.growing, forward, self.mass)
+        if self.in_loops:
+            return self._double_in_loops(branch, span, depth)
         grown = _Grown(branch, {depth: span}, torch.zeros_like(forward))
         for leaf in range(2**depth):
             level = (~leaf & leaf + 1).bit_length() - 1
@@ -222,8 +226,45 @@ class _Forest:
                 any_growing, grown = self._retire(grown)
                 if not any_growing:
                     return False
-        self.tree = _join(self.tree, grown.branch, self._uniform())
-        self.growing = self.growing & ~grown.turns
+        return self._end_doubling(grown.branch, grown.turns)
+
+    def _double_in_loops(self, branch: _Branch, span: _Span, depth: int) -> bool:
+        """Do the same by loops over chains, for a network of layers on a CPU."""
+        from pyro_symmetric.mcmc.kernels import leaves  # slow to import
+
+        # what the loops change, and the tree has, too
+        shared = branch._replace(
+            draw=PhasePoint(*map(torch.clone, branch.draw)),
+            momenta=branch.momenta.clone(),
+            cost=_Cost(*map(torch.clone, branch.cost)),
+        )
+        turns = torch.zeros_like(self.growing)
+        arrays = leaves.branch_of(
+            shared, span, depth, turns, self.tree.start_energy, self.mass.variance
+        )
+        chains = self.growing.nonzero()[:, 0].numpy()
+        for leaf in range(2**depth):
+            level = (~leaf & leaf + 1).bit_length() - 1
+            is_last = leaf + 1 == 2**depth
+            chances = self._uniform().numpy()
+            if len(chains):
+                z = torch.from_numpy(leaves.begin_leaf(arrays, chains))
+                energy, gradient = self.density.energy_and_gradient(z)
+                evaluation = energy.numpy(), gradient.numpy()
+                chains = leaves.end_leaf(
+                    arrays, chains, *evaluation, chances, level, is_last
+                )
+            # no sooner than without loops, so that random numbers are the same
+            if not len(chains) and (leaf % 2 == 1 or depth == 0):
+                self.tree = self.tree._replace(cost=shared.cost)
+                return False
+        self.growing = shared.step[:, 0] != 0
+        return self._end_doubling(shared, turns)
+
+    def _end_doubling(self, branch: _Branch, turns: Tensor) -> bool:
+        """Join a branch with the tree; return whether any chain is unfinished."""
+        self.tree = _join(self.tree._replace(cost=branch.cost), branch, self._uniform())
+        self.growing = self.growing & ~turns
         return self._retire(None)[0]
 
     def all_trees(self) -> _Tree:
@@ -371,6 +412,16 @@ def _join(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
         log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
         draw=choose(take, branch.draw, tree.draw),
         depth=tree.depth + complete,
+    )
+
+
+def runs_in_loops(density: Any, z: Tensor, mass: Mass) -> bool:
+    """Return whether leaves are computed by loops over chains."""
+    return (
+        getattr(density, "engine", None) == "layers"
+        and not isinstance(mass, DenseMass)
+        and z.device.type == "cpu"
+        and z.dtype in (torch.float32, torch.float64)
     )
 
 
