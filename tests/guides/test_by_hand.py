@@ -330,6 +330,11 @@ def masked() -> None:
         drawn()
 
 
+def masked_in_part() -> None:
+    with poutine.mask(mask=torch.tensor([True, False, True])):
+        pyro.sample("w", dist.Normal(torch.tensor([-1.0, 0.0, 1.0]), 0.5))
+
+
 def subsampled() -> None:
     with pyro.plate("units", 6, subsample_size=3):
         pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -350,6 +355,7 @@ def in_a_plate_without_rsample() -> None:
         (on_another, "'w' depends on another site"),
         (point_mass, "'w' is a point mass"),
         (masked, "poutine.mask hides entries of site 'w'"),
+        (masked_in_part, "poutine.mask hides entries of site 'w'"),
         (subsampled, "'w' lies in a subsampled plate"),
         (ps.symmetrize(drawn, TRIPLE), "'w' is symmetrised already"),
     ],

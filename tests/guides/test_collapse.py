@@ -17,6 +17,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides import unit_divergences
+from pyro_symmetric.guides.collapse import UnitDivergences
 from pyro_symmetric.guides.gaussian import plain_posterior
 
 UNITS = 50
@@ -135,6 +136,36 @@ def test_the_evidence_averages_over_the_scales_that_priors_depend_on() -> None:
     exact = torch.tensor([0.0, 0.0, 0.5 * math.exp(-2 * log_scale)])
     torch.testing.assert_close(units.nats[0], exact, rtol=2e-3, atol=1e-3)
     assert (units.at_prior, units.symmetrized) == (2, True)
+
+
+def test_divergences_are_means_over_the_priors_that_are_given() -> None:
+    """Against the closed form of two normals."""
+    guide = AutoDiagonalNormal(locations(dist.Normal(0.0, 1.0)), init_scale=0.7)
+    guide()
+    other = dist.Normal(7.0, 1.0)
+    scales = (0.5, 2.0)
+    priors = [{"w": dist.Normal(0.0, scale), "other": other} for scale in scales]
+    square = guide.median()["w"].square() + 0.7**2
+    exact = [square / (2 * s**2) + math.log(s / 0.7) - 0.5 for s in scales]
+    found = unit_divergences(guide, GROUP, priors).nats[0]
+    torch.testing.assert_close(found, sum(exact) / 2)
+
+
+@pytest.mark.parametrize(
+    ("live", "nats", "advised"),
+    [(0, 0.0, True), (24, 7.8, True), (25, 7.8, False), (24, 7.9, False)],
+)
+def test_the_symmetrised_elbo_is_advised_if_most_units_are_at_the_prior_and_none_far(
+    live: int, nats: float, advised: bool
+) -> None:
+    """Of 50 units: far is beyond twice log 50 = 3.91, of the largest set."""
+    units = torch.zeros(50)
+    units[:live] = nats
+    shown = repr(UnitDivergences((units, torch.full((7,), 99.0))))
+    assert shown.startswith(f"{50 - live} of 57 units are at the prior")
+    assert "; log n = 3.9" in shown
+    assert ("train on the symmetrised ELBO" in shown) == advised
+    assert "train" not in repr(UnitDivergences((units,), symmetrized=True))
 
 
 def test_evidence_and_guide_show_the_units_in_a_line() -> None:

@@ -314,3 +314,21 @@ def test_a_guide_loaded_on_either_device_has_the_evidence_of_the_model_on_the_gp
             assert math.isfinite(
                 evidence(guide, log_joint=joint, symmetry=group, num_samples=50).elbo
             )
+
+
+def test_a_symmetry_of_which_more_may_exist_is_a_doubt() -> None:
+    guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
+    for at_least in (False, True):
+        guide.at_least = at_least
+        doubts = evidence(guide, DATA, num_samples=16).doubts
+        told = any(doubt.startswith("symmetry: it says at least") for doubt in doubts)
+        assert told == at_least
+
+
+def test_about_as_many_draws_of_the_posterior_as_of_the_guide_are_taken() -> None:
+    guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
+    draws = torch.randn(8, 400, 3, device=DATA.device)
+    posterior = ps.Posterior({"locs": draws}, kind="chains")
+    found = evidence(guide, DATA, posterior=posterior, num_samples=64)
+    assert found.bridge is not None
+    assert found.bridge.num_draws == 64  # every fiftieth of each chain

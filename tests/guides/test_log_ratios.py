@@ -4,6 +4,7 @@ tails.
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides.evidence import (
+    EvidenceEstimate,
     bridge,
     doubts_of,
     importance,
@@ -237,3 +239,87 @@ def test_pareto_k_is_the_shape_of_the_tail(k: float) -> None:
     weights = (1 - torch.rand(4000, dtype=torch.float64)) ** -k
     assert pareto_k(weights.log()) == pytest.approx(k, abs=0.5)
     assert (pareto_k(weights.log()) > 0.6) == (k == 1.0)
+
+
+@pytest.mark.parametrize("k", [0.3, 1.0])
+def test_a_slow_tail_is_the_mean_excess_of_pareto_weights_and_none_of_log_normal_ones(
+    k: float,
+) -> None:
+    """Logarithms of Pareto weights of shape ``k`` are exponential: beyond any quantile
+    they have the mean excess ``k``. Of 6,000 evenly spaced quantiles."""
+    shares = (torch.arange(6000, dtype=torch.float64) + 0.5) / 6000
+    exponential = -k * torch.log1p(-shares)
+    assert slow_tail(exponential) == pytest.approx(k, rel=0.02)
+    assert slow_tail(k * torch.special.ndtri(shares)) == 0.0
+    assert slow_tail(exponential[:24]) == 0.0  # too few to know
+
+
+@pytest.mark.parametrize(
+    ("k", "draws", "factor"),
+    [
+        # of the 20 largest weights of 100, and the 300 largest of 10,000
+        (0.2, 100, 1 / (1 - 0.2 - 2.4 / math.sqrt(20))),
+        (0.2, 10_000, 1 / (1 - 0.2 - 2.4 / math.sqrt(300))),
+        (-0.9, 10_000, 1.0),
+        (0.7, 10_000, 4.0),
+        (-math.inf, 10_000, 1.0),
+        (math.nan, 20, 1.0),
+    ],
+)
+def test_errors_widen_by_the_mean_of_the_tail_two_deviations_heavier(
+    k: float, draws: int, factor: float
+) -> None:
+    estimate = EvidenceEstimate(0.0, 0.1, draws, draws / 2)
+    assert widened(estimate, k).error == pytest.approx(0.1 * factor)
+    unknown = widened(replace(estimate, error=19.9), k).error
+    assert unknown == (math.inf if factor > 1.01 else 19.9)
+
+
+SOUND = EvidenceEstimate(0.0, 0.1, 512, 400.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "beyond", "words"),
+    [
+        ("k", 0.630, 0.632, "their tail is heavy"),  # 1 - 1 / log10(512)
+        ("slow", 0.45, 0.46, "the upper sixth"),
+        ("elbo", -1.16, -1.17, "above the ELBO"),  # log(512 / 50) / 2
+        ("apart", 18.6, 18.7, "don't overlap"),  # 8 log(512 / 50)
+        ("r_hat", 1.05, 1.06, "R-hat is 1.06"),
+        ("bridged", replace(SOUND, error=0.5), replace(SOUND, error=0.51), "is 0.51"),
+        (
+            "bridged",
+            replace(SOUND, effective_draws=25.0),
+            replace(SOUND, effective_draws=24.0),
+            "too few draws",
+        ),
+        # three times the error of the difference, 0.1 sqrt(2)
+        (
+            "bridged",
+            replace(SOUND, log_evidence=-0.42),
+            replace(SOUND, log_evidence=-0.43),
+            "differs",
+        ),
+        (
+            "bridged",
+            replace(SOUND, log_evidence=0.42),
+            replace(SOUND, log_evidence=0.43),
+            "differs",
+        ),
+    ],
+)
+def test_a_doubt_begins_beyond_its_limit(
+    name: str, within: object, beyond: object, words: str
+) -> None:
+    known = {"k": 0.2, "bridged": SOUND}
+    assert doubts_of(SOUND, **(known | {name: within})) == ()  # type: ignore[arg-type]
+    (doubt,) = doubts_of(SOUND, **(known | {name: beyond}))  # type: ignore[arg-type]
+    assert words in doubt
+
+
+def test_importance_sampling_in_doubt_may_lie_below_the_bridge_but_not_above() -> None:
+    for difference, differs in ((-9.0, False), (9.0, True)):
+        bridged = replace(SOUND, log_evidence=-difference)
+        doubts = doubts_of(SOUND, 0.69, bridged=bridged)
+        assert any("differs" in doubt for doubt in doubts) == differs
+        assert len(doubts) == 1 + differs

@@ -68,6 +68,16 @@ def test_the_best_state_is_restored_after_more_training(tmp_path: Path) -> None:
     assert not torch.equal(guide.median()["w"], before)
 
 
+def test_quantiles_are_those_of_the_state_that_was_restored(tmp_path: Path) -> None:
+    guide, store = symmetrised("diagonal"), pyro.get_param_store()
+    train(guide, 2)
+    store.save(str(tmp_path / "then"))
+    then = guide.quantiles([0.2, 0.8])["w"].clone()
+    train(guide, 3)
+    store.load(str(tmp_path / "then"))
+    torch.testing.assert_close(guide.quantiles([0.2, 0.8])["w"], then)
+
+
 def test_a_cleared_store_leaves_guides_as_they_are() -> None:
     first = symmetrised("diagonal")
     train(first)

@@ -15,6 +15,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.distributions import ExactOrbit, UnitBlocks
+from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.guides.base import action_on, layout_of
 
 X, Y = torch.randn(8, 2), torch.randn(8)
@@ -65,6 +66,34 @@ def test_a_weight_between_two_layers_belongs_to_the_unit_that_it_enters() -> Non
         sorted([*mid_w[u].tolist(), int(mid_b[u]), int(out_w[0, u])]) for u in range(2)
     ]
     assert guide.get_posterior().rest.tolist() == out_b.tolist()
+
+
+def test_a_weight_of_units_inside_others_belongs_to_the_innermost() -> None:
+    """Two heads of two rows of three weights each."""
+    row = torch.arange(4)
+    units = [
+        Units("heads", 2, (Axis("w", 0, row.reshape(2, 2).mT),)),
+        Units("rows", 2, (Axis("w", 0, row[None]),), parent="heads", copies=2),
+    ]
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
+
+    group = ps.Group(units, {"w": torch.Size([4, 3])})
+    guide = ps.AutoUnitBlocks(model, group).setup()
+    (positions,) = guide.get_posterior().positions
+    assert positions.tolist() == torch.arange(12).reshape(4, 3).tolist()
+
+
+def test_every_deviation_starts_at_the_initial_scale() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        pyro.sample("beside", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+
+    group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([3, 2])})
+    guide = ps.AutoUnitBlocks(model, group, init_scale=0.3).setup()
+    stddev = guide.get_posterior().stddev.detach()
+    torch.testing.assert_close(stddev, torch.full((10,), 0.3))
 
 
 def test_density_moments_and_entropy_are_those_of_the_dense_gaussian() -> None:
