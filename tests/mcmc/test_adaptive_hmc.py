@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import integrate
 
-from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC, TrajectoryLength
+from pyro_symmetric.mcmc.kernels.hmc import FADING, AdaptiveHMC, TrajectoryLength
 from pyro_symmetric.mcmc.kernels.kernel import Mass
 
 from .conftest import GaussianPotential, drive
@@ -47,6 +47,35 @@ def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centr
     assert squares == pytest.approx(total / 40, rel=1e-6)
     assert times == pytest.approx(1.4 * after.statistics["n_steps"][0].item())
     assert counts == 1
+
+
+def test_the_sums_of_the_curve_fade():
+    length = TrajectoryLength.start(5.0, torch.zeros(2, 3))
+    square = torch.tensor(3.0, dtype=torch.float64)
+    for _ in range(40):
+        length = length.record(torch.tensor(2.0), square)
+    sums = torch.tensor([3.0, 2.0, 1.0]).double() * (1 - FADING**40) / (1 - FADING)
+    assert torch.allclose(length.curve.sum(1), sums)
+
+
+def test_a_length_is_learnt_anew_for_each_mass_matrix_and_ends_at_its_average(
+    generator,
+):
+    density = GaussianPotential(torch.tensor([0.1, 1.0, 9.0], dtype=torch.float64))
+    kernel = AdaptiveHMC(None)
+    state = kernel.init(density, density.sample(8), 40, generator)
+    changes = 0
+    for iteration in range(40):
+        mass = state.tuning.mass
+        state = kernel.adapt(density, kernel.step(density, state), iteration, 40)
+        length = state.tuning.length
+        if state.tuning.mass is not mass:
+            changes += 1
+            assert length.updates == 0
+            assert not length.curve.any()
+    assert changes > 0
+    assert length.updates > 0
+    assert length.log_length == length.log_average
 
 
 def curve(square: Callable[[float], float], longest: float) -> TrajectoryLength:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from pyro_symmetric.density.density import Uncompiled, fused
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC
+from pyro_symmetric.mcmc.kernels.hmc import hmc_step
 from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
     Mass,
     PhasePoint,
     energy_error,
     leapfrog,
+    normal,
 )
 from pyro_symmetric.mcmc.kernels.mclmc import (
     isokinetic_step,
@@ -139,6 +141,35 @@ def test_leapfrog_preserves_volume(banana):
     assert torch.linalg.det(torch.stack(columns, -1)).item() == pytest.approx(
         1.0, abs=1e-6
     )
+
+
+def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(generator):
+    """Of three steps of the plain leapfrog method with the same momenta. The energy is
+    that of trajectories, momenta included."""
+    density = GaussianPotential(torch.ones(3, dtype=torch.float64))
+    kernel = HMC(None, step_size=1.7)
+    state = kernel.init(density, density.sample(50), 0, generator)
+    momentum = normal(state.z, state.generator.clone_state())
+    z, p = state.z, momentum
+    for _ in range(3):
+        p = p - 0.85 * z  # the gradient of a standard normal's energy
+        z = z + 1.7 * p
+        p = p - 0.85 * z
+    before, after = (
+        0.5 * (at.square() + speed.square()).sum(-1)
+        for at, speed in ((state.z, momentum), (z, p))
+    )
+    found = hmc_step(density, state, 3)
+    accepted = (found.z != state.z).any(-1)
+    assert 10 < accepted.sum() < 45
+    assert torch.allclose(found.z, torch.where(accepted[:, None], z, state.z))
+    assert torch.allclose(
+        found.statistics["energy"], torch.where(accepted, after, before)
+    )
+    assert torch.allclose(
+        found.statistics["acceptance_rate"], (before - after).exp().clamp(max=1)
+    )
+    assert torch.allclose(found.statistics["lp"], -0.5 * found.z.square().sum(-1))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 learn, and how biased they are.
 """
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -12,7 +14,7 @@ from pyro_symmetric.mcmc import MCLMC
 from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
 from pyro_symmetric.posterior.diagnostics import energy_error, sampler_failures
 
-from .conftest import GaussianPotential, drive
+from .conftest import GaussianPotential, ToyPotential, drive
 
 
 def test_moments_of_a_gaussian():
@@ -82,6 +84,36 @@ def test_statistics_say_what_an_iteration_cost():
     state = kernel.step(density, state)
     assert state.statistics["n_steps"].tolist() == [len(density.batches)] * 3
     assert len(density.batches) % GRADIENTS == 0
+
+
+@pytest.mark.parametrize(("step", "steps"), [(0.24, 4), (0.3, 3), (0.35, 3), (0.6, 2)])
+def test_an_iteration_takes_the_whole_number_of_steps_nearest_to_its_length(
+    step, steps, generator
+):
+    density = GaussianPotential(torch.ones(4, dtype=torch.float64))
+    kernel = MCLMC(None, step_size=step)
+    state = kernel.init(density, density.sample(3), 0, generator)
+    found = kernel.step(density, state).statistics["n_steps"]
+    assert found.tolist() == [GRADIENTS * steps] * 3
+
+
+def test_a_chain_that_leaves_the_support_goes_back_and_turns_round(generator):
+    def energy(z):
+        return torch.where(z[:, 0] > 0.1, torch.inf, 0.5 * z.square().sum(-1))
+
+    density = ToyPotential(energy)
+    kernel = MCLMC(None, step_size=0.25)
+    z = torch.zeros(40, 3, dtype=torch.float64)
+    momentum = torch.ones_like(z)
+    momentum[:20] = -1.0
+    state = replace(kernel.init(density, z, 0, generator), momentum=momentum)
+    after = kernel.step(density, state)
+    back = after.statistics["diverging"]
+    assert 0 < back.sum() < 40
+    assert torch.equal(after.z[back], state.z[back])
+    assert torch.equal(after.momentum[back], -state.momentum[back])
+    assert after.statistics["energy_error"][back].isnan().all()
+    assert torch.equal(after.statistics["lp"][back], -state.energy[back])
 
 
 def test_a_model_of_one_coordinate_is_refused():

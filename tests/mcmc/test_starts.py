@@ -84,6 +84,16 @@ def test_a_start_in_the_box_that_is_far_worse_than_others_is_drawn_anew_and_give
     assert starting_points(density, 1, {"a": torch.tensor(1.5)}) == 1.5
 
 
+@pytest.mark.stochastic
+def test_starts_in_the_box_are_uniform_between_minus_two_and_two():
+    """Of 1,200 coordinates none lies in a fortieth of the box in 1 of 10^13 runs; the
+    mean has a deviation of 0.033, of which six are exceeded in 1 of 10^8."""
+    z = starting_points(Density(model), 400, "uniform")
+    assert -2 <= z.min() < -1.9
+    assert 1.9 < z.max() <= 2
+    assert abs(z.mean()) < 0.2
+
+
 def test_names_and_weights_are_passed_on():
     weights = {"a": torch.ones(2), "b": torch.tensor(3.0)}
     assert torch.allclose(start(weights)["b"], torch.tensor(3.0))

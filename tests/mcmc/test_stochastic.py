@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
 from pyro_symmetric.mcmc.kernels import stochastic
-from pyro_symmetric.mcmc.kernels.adaptation import tuned
+from pyro_symmetric.mcmc.kernels.adaptation import tuned, window_ends
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate
 from pyro_symmetric.mcmc.starts import starting_points
@@ -369,6 +369,33 @@ def test_energies_that_blow_up_count_as_divergences_and_are_told(kind, step):
     assert posterior.samples["z"].abs().max() < 1e3
 
 
+def wide_normal() -> None:
+    pyro.sample("z", dist.Normal(torch.zeros(4000), 1.0).to_event(1))
+
+
+@pytest.mark.stochastic
+def test_the_rise_from_a_mode_of_many_coordinates_is_no_divergence():
+    """By half of 4,000 nats and a third more, as the step is long, with a deviation of
+    60: no bound is within 20 of these."""
+    kernel = SGLD(wide_normal, step_size=1.0)
+    density = Density(wide_normal, engine="eager", subsampled=True)
+    state, after = moved(kernel, density, torch.zeros(2, 4000), 1)
+    rise = after.energy - state.energy
+    assert ((rise > 1400) & (rise < 4000)).all()
+    assert not after.statistics["diverging"].any()
+
+
+def test_the_virial_is_centred_at_the_mean_of_the_other_chains_in_the_last_window():
+    kernel = SGLD(plain_normal, num_steps=1)
+    density = Density(plain_normal, engine="eager", subsampled=True)
+    states = list(moved(kernel, density, torch.randn(3, 1), 0, 20))
+    begin, ends = window_ends(20)
+    window = states[[begin, *ends][-2] + 1 : ends[-1] + 1]
+    means = torch.stack([state.z for state in window]).mean(0)
+    others = torch.stack([means[[1, 2]], means[[0, 2]], means[[0, 1]]]).mean(1)
+    assert torch.allclose(states[-1].tuning.centre, others, atol=1e-6)
+
+
 class Looks(TorchDispatchMode):
     """Counts what makes the host wait for a device: values that are looked at, and
     copies.
@@ -475,6 +502,20 @@ def test_curvature_and_noise_are_those_of_the_coordinates_in_which_the_sampler_i
     assert noisy.noise.numpy() == pytest.approx(
         g * gradient_noise(np.zeros((D, D)), BATCH).diagonal(), rel=0.2
     )
+
+
+def test_the_step_suits_the_chain_of_the_largest_curvature():
+    """By the formulas of the docstrings, at a tolerance of 0.05."""
+    noise = torch.tensor([1.0, 3.0])
+    found = CurvatureEstimate(torch.eye(2), torch.tensor([1.0, 7.0]), noise)
+    step = SGLD(plain_normal).suggested_step_size(found).item()
+    assert step == pytest.approx(4 * 0.05 / (7 + 2))
+    step = SGHMC(plain_normal).suggested_step_size(found).item()
+    assert step == pytest.approx(math.sqrt(4 * 0.05 / (4 * 2)))
+    step = SGHMC(plain_normal).suggested_step_size(
+        CurvatureEstimate(torch.eye(2), torch.tensor([1.0, 9.0]), noise)
+    )
+    assert step.item() == pytest.approx(math.sqrt(4 * 0.05 / 9))
 
 
 def test_measurements_that_are_no_numbers_are_left_out(generator):

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from arviz_stats.base import array_stats
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
@@ -137,6 +138,19 @@ def test_the_precision_is_that_of_entries_that_move_and_no_more_than_the_draws()
     assert not precision([draws.index_fill(1, torch.tensor([5]), torch.nan)]).suffices
     stuck = torch.arange(4.0)[:, None, None].expand(4, 100, 1)
     assert not precision([stuck]).suffices
+
+
+def test_the_precision_is_that_of_the_tails_where_they_mix_worse_than_the_bulk():
+    """Signs are independent, magnitudes are not. By ArviZ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    slow = autoregressive(4, 0.98, generator)[..., :1]
+    signs = torch.randn(slow.shape, generator=generator, device="cpu").sign()
+    draws = signs * slow.exp()
+    series = draws[..., 0].numpy()
+    bulk = array_stats.ess(series, method="bulk")
+    tail = array_stats.ess(series, method="tail", prob=(0.05, 0.95))
+    assert bulk > 5 * tail
+    assert precision([draws]).effective == pytest.approx(float(tail), rel=1e-6)
 
 
 @pytest.mark.parametrize("broken_at", [51 + 100, 51 + 120])
