@@ -137,6 +137,19 @@ def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors
     assert first == second != other
 
 
+def test_an_energy_that_is_finite_again_is_another_models():
+    settings = run.Settings(HMC(of_width(3.0)), engine="eager")
+    density = settings.build_density()
+    z = torch.tensor([[0.0, 1.0, 2.0], [0.0, 0.0, torch.inf]])
+    stored = resume.energies(density, z)
+    assert stored.isfinite().tolist() == [True, False]
+    exact = torch.zeros(2).double()
+    resume.require_same_energies(settings, density, z, stored, exact)
+    finite = z[:1].repeat(2, 1)
+    with pytest.raises(StoreError, match=re.escape(OTHER_MODEL)):
+        resume.require_same_energies(settings, density, finite, stored, exact)
+
+
 # digests ------------------------------------------------------------------------------
 
 
