@@ -137,6 +137,17 @@ def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors
     assert first == second != other
 
 
+def test_a_run_keeps_all_digests_that_its_code_had():
+    """As those of a model that changes its own attributes when it is run: the next
+    process may meet either.
+    """
+    settings = run.Settings(HMC(of_width(3.0)), engine="eager")
+    current = resume.identify(settings, settings.build_density(), 0)
+    stored = current | {"code": ["before", *current["code"]]}
+    resume.require_same(settings, stored, current)
+    assert current["code"] == sorted(stored["code"])
+
+
 def test_an_energy_that_is_finite_again_is_another_models():
     settings = run.Settings(HMC(of_width(3.0)), engine="eager")
     density = settings.build_density()

@@ -84,6 +84,23 @@ def test_a_start_in_the_box_that_is_far_worse_than_others_is_drawn_anew_and_give
     assert starting_points(density, 1, {"a": torch.tensor(1.5)}) == 1.5
 
 
+def test_starts_whose_gradient_is_infinite_are_drawn_anew():
+    """A root has one at 0, where its value is finite."""
+
+    def rooted():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.factor("root", a.abs().sqrt())
+
+    counts = []
+
+    def draw(count):
+        counts.append(count)
+        return {"a": torch.zeros(count) if len(counts) == 1 else torch.ones(count)}
+
+    assert (starting_points(Density(rooted), 3, draw) == 1).all()
+    assert counts == [3, 3]
+
+
 @pytest.mark.stochastic
 def test_starts_in_the_box_are_uniform_between_minus_two_and_two():
     """Of 1,200 coordinates none lies in a fortieth of the box in 1 of 10^13 runs; the
