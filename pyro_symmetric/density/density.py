@@ -331,7 +331,7 @@ class Density:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        is_tiled = getattr(self.fast, "tiled", False)
+        is_tiled = getattr(self.fast, "tiles", None) is not None
         if self.chain_chunk is None and self.device.type == "cpu" and not is_tiled:
             # Intermediate results of a chain are taken to be as large as the data or
             # the chain itself.

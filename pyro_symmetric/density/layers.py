@@ -123,10 +123,10 @@ class Layers:
         self._is_learnt = gaussian.scale is None
         # half-normal prior of the noise scale, the exponential of the last coordinate
         if gaussian.scale is None:
-            self._noise_rate = gaussian.prior_scale**-2
+            self._noise_precision = gaussian.prior_scale**-2
             self._constant += math.log(gaussian.prior_scale / 2) + HALF_LOG_2PI
         else:  # 1 for labels
-            self._noise_rate = gaussian.scale**-2
+            self._noise_precision = gaussian.scale**-2
             self._constant += self._count * math.log(gaussian.scale)
         self.tiles: Tiles | None = None
         if is_tiled(problem):
@@ -135,7 +135,7 @@ class Layers:
                 self._precision.numpy(force=True),
                 self._constant,
                 float(self._count),
-                float(self._noise_rate),
+                float(self._noise_precision),
             )
             self.tiles = Tiles(problem, prior)
 
@@ -149,7 +149,7 @@ class Layers:
         if self.tiles is not None:
             return self.tiles(z, share, index)
         w = z
-        precision = z.new_full((len(z),), share * self._noise_rate)
+        precision = z.new_full((len(z),), share * self._noise_precision)
         if self._is_learnt:
             w = z[:, :-1]
             log_noise = z[:, -1]
@@ -163,7 +163,7 @@ class Layers:
         gradient.addcmul_(centred, self._precision)
         if not self._is_learnt:
             return energy, gradient
-        noise = self._noise_rate * (2 * log_noise).exp()
+        noise = self._noise_precision * (2 * log_noise).exp()
         slope = self._count - 1 + noise - 2 * misfit
         return energy + (self._count - 1) * log_noise + 0.5 * noise, torch.cat(
             [gradient, slope[:, None]], 1
@@ -197,7 +197,7 @@ class Prior(NamedTuple):
     :param loc: ``(W,)``; ``precision`` likewise.
     :param constant: of the energy.
     :param num_targets: normal targets, over the likelihood's temperature.
-    :param noise_rate: precision of the noise or, if its scale is learnt, of the
+    :param noise_precision: precision of the noise or, if its scale is learnt, of the
         half-normal prior.
     """
 
@@ -205,7 +205,7 @@ class Prior(NamedTuple):
     precision: Any
     constant: float
     num_targets: float
-    noise_rate: float
+    noise_precision: float
 
 
 class Problem(NamedTuple):
@@ -434,28 +434,34 @@ def is_tiled(problem: Problem) -> bool:
 
 @njit(**OPTIONS)
 def energies(layers, data, count, labels, prior, share, index, z, energy, gradient):
-    """Write the energies ``(C,)`` and their gradients ``(C, D)``."""
+    """Write the energies ``(C,)`` and their gradients ``(C, D)``.
+
+    :param share: of the data, by which the loss is multiplied: more for mini-batches,
+        less for temperatures above 1.
+
+    The others are those of :func:`loss_and_gradient`.
+    """
     width = len(prior.loc)
     is_learnt = z.shape[1] > width
     scale = np.empty(len(z), z.dtype)
     for c in range(len(z)):
-        precision = math.exp(-2 * z[c, width]) if is_learnt else prior.noise_rate
+        precision = math.exp(-2 * z[c, width]) if is_learnt else prior.noise_precision
         scale[c] = share * precision
     loss_and_gradient(layers, data, count, labels, index, z, scale, energy, gradient)
     for c in range(len(z)):
         position = z[c]
         slope = gradient[c]
+        misfit = np.float64(energy[c]) * scale[c]  # as yet it is the loss
         squares = 0.0
         for d in range(width):
             centred = position[d] - prior.loc[d]
             pull = prior.precision[d] * centred
             squares += pull * centred
             slope[d] += pull
-        misfit = np.float64(energy[c]) * scale[c]
         total = prior.constant + misfit + 0.5 * squares
         if is_learnt:
             log_noise = np.float64(position[width])
-            noise = prior.noise_rate * math.exp(2 * log_noise)
+            noise = prior.noise_precision * math.exp(2 * log_noise)
             total += (prior.num_targets - 1) * log_noise + 0.5 * noise
             slope[width] = prior.num_targets - 1 + noise - 2 * misfit
         energy[c] = total

@@ -299,6 +299,18 @@ def test_ragged_numbers_of_chains_and_chunks_agree(way):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("width", [5, 800])
+def test_a_loop_takes_all_chains_at_once_and_batched_products_as_many_as_fit(width):
+    """Threads share the chains of a loop."""
+    net = nn.Sequential(nn.Linear(400, width), nn.Tanh(), nn.Linear(width, 1))
+    x, y = torch.randn(3000, 400), torch.randn(3000)
+    model = BayesianModel(net, likelihood=GaussianLikelihood(1.0))
+    density = Density(model, args=(x, y), engine="layers")
+    is_loop = density.fast.tiles is not None
+    assert is_loop == (width == 5)
+    assert (density.chain_chunk is None) == is_loop
+
+
 def test_a_chains_tiled_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     x, y = data(rows=400, classes=3, dtype=torch.float32)

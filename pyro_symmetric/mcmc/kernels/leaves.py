@@ -20,7 +20,7 @@ from pyro_symmetric.arguments import Entries
 from pyro_symmetric.mcmc.kernels.kernel import MAX_ENERGY_ERROR, ROUNDING
 
 OPTIONS: Entries = {"error_model": "numpy", "nogil": True, "cache": True}
-SINGLE = float(np.finfo(np.float32).eps)
+SINGLE_EPS = float(np.finfo(np.float32).eps)
 
 
 class Phase(NamedTuple):
@@ -48,7 +48,8 @@ class Subtrees(NamedTuple):
 class Branch(NamedTuple):
     """The arrays of a branch of NUTS, ``(A,)`` or ``(A, D)``, changed in place.
 
-    :param turns: whether the last pair of subtrees turns.
+    :param turns: whether the tree and its branch turn as a pair. Chains of which pairs
+        inside the branch turn get steps of size 0.
     """
 
     end: Phase
@@ -127,7 +128,8 @@ def end_leaf(branch, chains, energy, gradient, chances, level, is_last):
         ``(len(chains), D)``.
     :param chances: a uniform number for each chain, ``(A,)``.
     :param level: number of subtrees that the leaf completes.
-    :param is_last: whether the tree and its branch become a pair.
+    :param is_last: whether it is the last leaf of the doubling, so that the tree and
+        its branch become a pair.
     """
     unfinished = np.empty_like(chains)
     count = 0
@@ -166,7 +168,7 @@ def _weigh(branch, c, chance):
     before = np.float64(branch.start_energy[c])
     error = end.energy[c] + kinetic - before
     if end.z.itemsize == 4:
-        rounding = ROUNDING * SINGLE * abs(before)
+        rounding = ROUNDING * SINGLE_EPS * abs(before)
         if rounding > 1 and abs(error) <= rounding:
             error = 0.0
     if not math.isfinite(error):

@@ -232,15 +232,16 @@ class _Forest:
         """Do the same by loops over chains, for a network of layers on a CPU."""
         from pyro_symmetric.mcmc.kernels import leaves  # slow to import
 
-        # what the loops change, and the tree has, too
-        shared = branch._replace(
+        # The loops change a branch in place. The tree has these tensors, too; others
+        # were made for the branch.
+        grown = branch._replace(
             draw=PhasePoint(*map(torch.clone, branch.draw)),
             momenta=branch.momenta.clone(),
             cost=_Cost(*map(torch.clone, branch.cost)),
         )
         turns = torch.zeros_like(self.growing)
         arrays = leaves.branch_of(
-            shared, span, depth, turns, self.tree.start_energy, self.mass.variance
+            grown, span, depth, turns, self.tree.start_energy, self.mass.variance
         )
         chains = self.growing.nonzero()[:, 0].numpy()
         for leaf in range(2**depth):
@@ -256,10 +257,10 @@ class _Forest:
                 )
             # no sooner than without loops, so that random numbers are the same
             if not len(chains) and (leaf % 2 == 1 or depth == 0):
-                self.tree = self.tree._replace(cost=shared.cost)
+                self.tree = self.tree._replace(cost=grown.cost)
                 return False
-        self.growing = shared.step[:, 0] != 0
-        return self._end_doubling(shared, turns)
+        self.growing = grown.step[:, 0] != 0
+        return self._end_doubling(grown, turns)
 
     def _end_doubling(self, branch: _Branch, turns: Tensor) -> bool:
         """Join a branch with the tree; return whether any chain is unfinished."""
