@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from pyro_symmetric.weights import ByName
 
 # Assignment problems of at most so many rows are solved by enumeration, all at once.
-ENUMERATED = 4
+ENUMERATED = 5
 
 # Names of units whose signs multiply a score -> the score.
 ScoresBySigns = dict[frozenset[str], Tensor]
@@ -38,7 +39,8 @@ def assign(scores: Tensor) -> Tensor:
     if n <= ENUMERATED:
         permutations = list(itertools.permutations(range(n)))
         orders = torch.tensor(permutations, device=scores.device)
-        totals = scores[..., units, orders].sum(-1)
+        chosen = one_hot(orders, n).flatten(1).to(scores.dtype)
+        totals = scores.flatten(-2) @ chosen.mT
         return orders[totals.argmax(-1)]
     costs = scores.mean(-2, keepdim=True) - scores
     costs -= costs.amin(-1, keepdim=True)

@@ -466,8 +466,8 @@ class _Rounds:
         :param fresh: whether to try a forward start besides the present element.
         """
         total = map_values(lambda value: value.sum(1, keepdim=True), self._present)
-        singles = torch.randperm(self._count, device="cpu").split(1)
-        for rows in singles if left_out else self._chunks:
+        order = torch.randperm(self._count, device="cpu")
+        for rows in order.split(1) if left_out else self._chunks:
             remaining = (
                 {s: v - self._present[s][:, rows] for s, v in total.items()}
                 if left_out
