@@ -30,6 +30,7 @@ from pyro_symmetric.density.eager import (
     despite_singular,
 )
 from pyro_symmetric.density.graphs import graph_of
+from pyro_symmetric.density.special_functions import SharedExponentials
 from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -121,7 +122,7 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
     """
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
-    with torch.no_grad():
+    with torch.no_grad(), SharedExponentials():
         graph = graph_of(
             lambda position: despite_singular(lambda: eager.raw_of_one(position)), {}, z
         )

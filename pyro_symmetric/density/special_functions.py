@@ -1,8 +1,11 @@
-"""Logarithms of the gamma function and their derivative as arithmetic.
+"""Special functions in the form that is fastest in compiled programs.
 
 PyTorch's compiler calls a scalar function for each number of ``lgamma`` and
 ``digamma``; arithmetic runs in vector instructions. Errors in single precision are at
 most ``1.4e-6 * (1 + |value|)``; double precision is left to PyTorch.
+
+The gradient of PyTorch's ``logsumexp`` computes all exponentials again
+(:class:`SharedExponentials`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 SHIFT = 4  # from which Stirling's series holds
 
@@ -66,6 +70,27 @@ def digamma(x: Tensor) -> Any:
     value = value - torch.where(is_small, terms, 0.0)
     reflected = math.pi / torch.tan(math.pi * (x - x.round()))
     return torch.where(x > 0, value, value - reflected)
+
+
+class SharedExponentials(TorchFunctionMode):
+    """Mode in which ``logsumexp`` and its gradient share their exponentials."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.logsumexp, Tensor.logsumexp):
+            func = logsumexp
+        return func(*args, **(kwargs or {}))
+
+
+def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """Return the logarithm of a sum of exponentials; arguments as PyTorch's."""
+    largest = input.detach().amax(dim, keepdim=True)
+    # a comparison, as isinf isn't vectorised
+    largest = torch.where(largest.abs() == torch.inf, 0.0, largest)
+    total = (input - largest).exp().sum(dim, keepdim=True)
+    value = total.log() + largest
+    return value if keepdim else value.squeeze(dim)
 
 
 ARITHMETIC = {

@@ -1,11 +1,13 @@
-"""Arithmetic for lgamma and digamma against SciPy."""
+"""Arithmetic for lgamma and digamma against SciPy, and logsumexp against PyTorch."""
+
+import contextlib
 
 import numpy as np
 import pytest
 import scipy.special
 import torch
 
-from pyro_symmetric.density.special_functions import digamma, lgamma
+from pyro_symmetric.density.special_functions import SharedExponentials, digamma, lgamma
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,29 @@ def test_ends_of_the_line_are_those_of_pytorch():
     for function in (lgamma, digamma):
         expected = getattr(torch, function.__name__)(x)
         torch.testing.assert_close(function(x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", [0, -1, (0, 2), (-2,)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_logarithms_of_sums_and_their_gradients_are_those_of_pytorch(dim, keepdim):
+    """Without the mode; also of numbers whose exponentials overflow, of terms that are
+    0, and of sums that are 0 or infinite, of which gradients aren't numbers.
+    """
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).double()
+    x[1] *= 1e4
+    x[2, :, 2:] = -torch.inf
+    x[3] = -torch.inf
+    values, gradients = [], []
+    for mode in (contextlib.nullcontext(), SharedExponentials()):
+        leaf = x.clone().requires_grad_()
+        with mode:
+            of_function = torch.logsumexp(leaf, dim, keepdim)
+            of_method = leaf.logsumexp(dim, keepdim=keepdim)
+        assert of_function.equal(of_method)
+        finite = of_function.where(of_function.isfinite(), 0.0)
+        gradients.append(torch.autograd.grad(finite.sin().sum(), leaf)[0].nan_to_num())
+        values.append(of_function.detach())
+    torch.testing.assert_close(values[1], values[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    exact = scipy.special.logsumexp(x.numpy(), dim, keepdims=keepdim)
+    torch.testing.assert_close(values[1], torch.as_tensor(exact))
