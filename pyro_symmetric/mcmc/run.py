@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.arguments import Json
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.errors import first_line
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.settling import (
     LIMIT,
     ON_THEIR_WAY,
@@ -288,7 +289,7 @@ class Run:
         if iteration < run_state.num_warmup:
             if run_state.masses is not None:
                 run_state, moved = restart(
-                    run_state, run_state.masses, moved, kernel.restarts, density
+                    run_state, run_state.masses, moved, kernel, density
                 )
             if run_state.agreement is not None:
                 run_state = end_if_settled(
@@ -350,7 +351,7 @@ class Run:
             "engine_reason": density.engine_reason,
             "seconds": dict(state.seconds),
             "interrupted": not self.ending.has_ended,
-            **({"ended": finding.words} if finding else {}),
+            **(finding.metadata() if finding else {}),
         }
 
     @property
@@ -391,14 +392,14 @@ def restart(
     run_state: RunState,
     masses: ModeMasses,
     state: State,
-    times: tuple[int, ...],
+    kernel: Kernel,
     density: Density,
 ) -> tuple[RunState, State]:
     """Restart chains in negligible modes at the positions of others, with those chains'
-    histories, if this iteration is one of the ``times`` before the end of warm-up.
+    histories, if the kernel does so after this iteration and warm-up goes on.
     """
     done = run_state.iteration + 1
-    checks = [time for time in times if done <= time < run_state.num_warmup]
+    checks = [time for time in kernel.restarts if done <= time < run_state.num_warmup]
     if not checks:
         return replace(run_state, masses=None), state
     masses = masses.update(run_state.iteration, state.z, state.energy)
@@ -406,7 +407,8 @@ def restart(
         return replace(run_state, masses=masses), state
     # another one, so that looking at the modes leaves the chains' random numbers
     generator = Generator(density.device).manual_seed((run_state.seed + done) % 2**63)
-    gaps = masses.gaps(density, generator)
+    energies = functools.partial(kernel.energies, density, state)
+    gaps = masses.gaps(energies, generator)
     chains = sources(gaps, generator)
     have_arrived = bool((gaps >= -ON_THEIR_WAY).all())
     run_state = replace(run_state, masses=ModeMasses(have_arrived=have_arrived))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
 from pyro_symmetric.posterior.statistics import (
     chain_statistics,
@@ -97,6 +98,10 @@ class Finding(NamedTuple):
 
     precision: Precision
     words: str
+
+    def metadata(self) -> Json:
+        """Return the entries of a posterior's metadata."""
+        return {"ended": self.words, "suffices": self.precision.suffices}
 
 
 def judge(posterior: Posterior) -> Finding:

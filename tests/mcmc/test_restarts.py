@@ -64,6 +64,9 @@ class Modes(GaussianPotential):
         logs = self.components.log_prob(z[:, None]) + self.log_masses
         return -logs.logsumexp(1), torch.zeros_like(z)
 
+    def energies(self, z):
+        return self.energy_and_gradient(z)[0]
+
     def draws(self, mode, count):
         """Exact draws of a chain that stays in each given mode, ``(S, C, D)``."""
         return self.components.sample((count, len(mode)))[:, range(len(mode)), mode]
@@ -86,7 +89,7 @@ def negligible(density, draws, generator) -> list[bool]:
 
 def sources_of(masses, density, generator) -> torch.Tensor:
     """The chains at whose positions chains continue."""
-    return sources(masses.gaps(density, generator), generator)
+    return sources(masses.gaps(density.energies, generator), generator)
 
 
 def two_modes(log_mass, scale, correlation=0.0, dim=4) -> Modes:
@@ -139,14 +142,14 @@ def test_bounds_enclose_the_mass(correlation, generator):
     density = Modes(torch.zeros(1).double(), covariance[None])
     draws = density.draws(torch.zeros(20).long(), 2000)
     masses = masses_of(density, draws)
-    lower = masses.lower_bounds(density, generator)
+    lower = masses.lower_bounds(density.energies, generator)
     upper = masses.upper_bounds()
     # its looseness by shrinkage is at most that
     shrunk = covariance.lerp(eye, 0.05)
     ratio = torch.linalg.solve(covariance, shrunk)
     loose = 0.5 * (ratio.trace() - 4 - torch.linalg.slogdet(ratio)[1])
-    # 80 points, each with a deviation of 0.55 if correlated: 5 errors
-    assert lower.mean() == pytest.approx(-float(loose), abs=0.31)
+    # 160 points, each with a deviation of 0.55 if correlated: 3.4 errors
+    assert lower.mean() == pytest.approx(-float(loose), abs=0.15)
     assert lower.max() < 1.0
     # energies of the last draws of 20 chains
     determinant = torch.linalg.slogdet(covariance)[1]

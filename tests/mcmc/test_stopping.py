@@ -18,7 +18,7 @@ from pyro_symmetric.mcmc.stopping import (
 )
 from pyro_symmetric.mcmc.tasks import cut
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
 
 from .conftest import Killed, assert_same_draws
 
@@ -96,7 +96,9 @@ def test_draws_that_are_enough_have_as_many_effective_ones(chains, correlation):
     assert count < MOST_DRAWS
 
 
-def test_labels_that_switch_are_modulo_symmetry():
+def test_labels_that_switch_are_modulo_symmetry(monkeypatch):
+    """Draws are aligned once: enough draws agree."""
+    monkeypatch.delitem(FROM_ABOVE, "agree")
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     y = torch.randn(40, generator=generator) + torch.tensor([-3.0, 3.0]).repeat(20)
     starts = {"mean": torch.tensor([[-3.0, 3.0], [3.0, -3.0]]).repeat(4, 1)}
@@ -106,6 +108,7 @@ def test_labels_that_switch_are_modulo_symmetry():
     words = posterior.metadata["ended"]
     assert "were enough: modulo symmetry at least" in words
     assert "as drawn at most" in words
+    assert posterior.metadata["suffices"]
 
 
 @pytest.mark.filterwarnings("ignore:the chains disagree:RuntimeWarning")

@@ -39,9 +39,9 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
     Kernel,
     Mass,
-    PhasePoint,
     State,
     energy_error,
+    evaluated_at_rest,
     leapfrog,
     resample_momenta,
 )
@@ -192,7 +192,7 @@ class TunedKernel(Kernel):
     ) -> State:
         tuning: HamiltonianTuning = state.tuning
         windows = self._windows(num_warmup, len(state.z))
-        trials = density if self.compiles_leapfrog else Uncompiled(density)
+        trials = self._for_trials(density)
         done = iteration + 1
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
@@ -222,6 +222,21 @@ class TunedKernel(Kernel):
                 state = tuned(state, step_size=_average_step_size(state))
         return state
 
+    def energies(self, density: Density, state: State, z: Tensor) -> Tensor:
+        # by the program of all chains, which iterations have
+        rows = torch.arange(len(state.z), device=z.device) % len(z)
+        positions = z.to(state.z)[rows]
+        point = evaluated_at_rest(
+            self._for_trials(density), positions, state.tuning.mass
+        )
+        return point.energy[: len(z)]
+
+    def _for_trials(self, density: Density) -> Density | Uncompiled:
+        """Return the density for single steps, without compiling a program that
+        iterations don't need.
+        """
+        return density if self.compiles_leapfrog else Uncompiled(density)
+
     def _windows(self, num_warmup: int, num_chains: int) -> Windows:
         """Return the windows of warm-up; none if the mass matrix isn't adapted."""
         if not self.adapt_mass_matrix:
@@ -237,10 +252,7 @@ class TunedKernel(Kernel):
         separate = state.tuning.blind
         mass = state.tuning.mass
         # A step of size 0 rounds energies like the steps below.
-        at_rest = PhasePoint(
-            state.z, torch.zeros_like(state.z), state.energy, state.gradient
-        )
-        point = fused(density, leapfrog, at_rest, torch.zeros_like(step)[:, None], mass)
+        point = evaluated_at_rest(density, state.z, mass)
         start = replace(state, energy=point.energy, gradient=point.gradient)
         target = self.search(step, separate).target
         grow = None

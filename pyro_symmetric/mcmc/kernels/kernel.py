@@ -21,7 +21,12 @@ from torch import Generator, Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Json, Model, Names
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import (
+    Density,
+    Uncompiled,
+    evaluated_once,
+    fused,
+)
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
 from pyro_symmetric.weights import Tensors, Weights, map_values
@@ -192,6 +197,12 @@ class Kernel(metaclass=_KernelType):
         from 0; by default do nothing.
         """
         return state
+
+    def energies(self, density: Density, state: State, z: Tensor) -> Tensor:
+        """Return the energies ``(B,)`` of positions ``(B, D)`` that aren't those of an
+        iteration, at most one for each chain.
+        """
+        return evaluated_once(density, z.to(state.z))[0]
 
     def settings(self) -> Json:
         """Return the settings, for the metadata of a posterior."""
@@ -376,6 +387,17 @@ def leapfrog(
     return PhasePoint(
         z, torch.addcmul(momentum, step_size, gradient, value=-0.5), energy, gradient
     )
+
+
+def evaluated_at_rest(
+    density: Density | Uncompiled, z: Tensor, mass: Mass
+) -> PhasePoint:
+    """Evaluate positions ``(C, D)`` by a leapfrog step of size 0, whose program
+    iterations have anyway.
+    """
+    zeros = torch.zeros_like(z)
+    at_rest = PhasePoint(z, zeros, z.new_zeros(len(z)), zeros)
+    return fused(density, leapfrog, at_rest, z.new_zeros(len(z), 1), mass)
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that en
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
-from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.adaptation import Spread
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.statistics import chain_statistics
@@ -43,7 +43,10 @@ TRAVELLING = 50  # iterations before the first that count
 MOST_CORRELATED = 64  # coordinates up to which covariances are estimated
 SHRINKAGE = 0.05  # of correlations
 LEVEL_RATE = 0.1  # weight of a draw in the fading mean of energies
-POINTS = 4  # of a Gaussian, at which the density is evaluated
+POINTS = 8  # of a Gaussian, at which the density is evaluated
+
+# positions (B, D), at most one for each chain -> energies (B,)
+Energies = Callable[[Tensor], Tensor]
 
 
 # restarts -----------------------------------------------------------------------------
@@ -96,13 +99,13 @@ class ModeMasses:
             products = products + delta[:, :, None] * (z - after.mean)[:CHAINS, None, :]
         return replace(self, recent=after, products=products, level=level)
 
-    def gaps(self, density: Density, generator: Generator) -> Tensor:
+    def gaps(self, energies: Energies, generator: Generator) -> Tensor:
         """Return how far the upper bounds of the chains' modes are above the upper
         quartile of the lower bounds of the posterior, in nats, ``(C,)``; infinite where
         no bound is known.
         """
         upper = self.upper_bounds()
-        lower = self.lower_bounds(density, generator)
+        lower = self.lower_bounds(energies, generator)
         if not len(lower):
             return torch.full_like(upper, torch.inf)
         return upper - lower.quantile(0.75, interpolation="lower")
@@ -126,7 +129,7 @@ class ModeMasses:
         entropy = 0.5 * (log_variances + math.log(2 * math.pi * math.e)).sum(1)
         return (entropy - self.level).where(explores, torch.inf)
 
-    def lower_bounds(self, density: Density, generator: Generator) -> Tensor:
+    def lower_bounds(self, energies: Energies, generator: Generator) -> Tensor:
         """Estimate lower bounds of the log mass of the posterior, one from each of the
         first :data:`CHAINS` that explore their modes.
 
@@ -137,13 +140,13 @@ class ModeMasses:
         chains = self._explores(moves)[:CHAINS].nonzero()[:, 0]
         covariance = torch.diag_embed(self.recent.variances[chains][:, moves])
         mean = self.recent.mean[chains]
-        bounds = _evidence_bound(density, mean, covariance, moves, generator)
+        bounds = _evidence_bound(energies, mean, covariance, moves, generator)
         if self.products is not None:
             products = self.products[chains][:, moves][:, :, moves]
             correlated = (products / (self.recent.count - 1)).lerp(
                 covariance, SHRINKAGE
             )
-            better = _evidence_bound(density, mean, correlated, moves, generator)
+            better = _evidence_bound(energies, mean, correlated, moves, generator)
             bounds = torch.maximum(bounds, better)
         return bounds
 
@@ -182,7 +185,7 @@ def sources(gaps: Tensor, generator: Generator) -> Tensor:
 
 
 def _evidence_bound(
-    density: Density,
+    energies: Energies,
     mean: Tensor,
     covariance: Tensor,
     moves: Tensor,
@@ -200,7 +203,7 @@ def _evidence_bound(
         noise = torch.empty_like(mean[:, moves]).normal_(generator=generator)
         z = mean.clone()
         z[:, moves] += torch.linalg.vecdot(factor, noise[:, None])
-        energy = evaluated_once(density, z.to(density.dtype))[0]
+        energy = energies(z)
         squares = noise.square() + math.log(2 * math.pi)
         log_density = -0.5 * squares.sum(1) - log_determinant
         total += -energy - log_density
