@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_symmetric.density.density import Uncompiled, fused
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC
+from pyro_symmetric.mcmc.kernels import loops
 from pyro_symmetric.mcmc.kernels.hmc import hmc_step
 from pyro_symmetric.mcmc.kernels.kernel import (
     DenseMass,
@@ -39,6 +40,7 @@ MASSES = {
         torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64),
     ),
 }
+
 each_mass = pytest.mark.parametrize("mass", MASSES.values(), ids=list(MASSES))
 
 
@@ -49,6 +51,10 @@ def start(density, chains: int, mass: Mass, isokinetic: bool) -> PhasePoint:
     )
     # strong forces lose the way back in rounding
     return PhasePoint(z, momentum, *density.energy_and_gradient(z))
+
+
+def _in_double(energy, z: Tensor) -> Tensor:
+    return energy(z.double()).to(z.dtype)
 
 
 def seconds(value: float) -> Tensor:
@@ -160,10 +166,16 @@ def test_numbers_of_steps_are_uniform_up_to_twice_their_mean(settings, generator
     assert np.mean(numbers) == pytest.approx(5.5, abs=0.86)
 
 
-def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(generator):
+@pytest.mark.parametrize(
+    "engine", ["eager", pytest.param("layers", marks=pytest.mark.cpu)]
+)
+def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(
+    engine, generator
+):
     """Of three steps of the plain leapfrog method with the same momenta. The energy is
     that of trajectories, momenta included."""
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
+    density.engine = engine
     kernel = HMC(None, step_size=1.7)
     state = kernel.init(density, density.sample(50), 0, generator)
     momentum = normal(state.z, state.generator.clone_state())
@@ -187,6 +199,31 @@ def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(generato
         found.statistics["acceptance_rate"], (before - after).exp().clamp(max=1)
     )
     assert torch.allclose(found.statistics["lp"], -0.5 * found.z.square().sum(-1))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chains", [1, 3])
+def test_loops_follow_the_trajectories_of_tensors(dtype, chains):
+    """Of step sizes, and variances, of each chain; a step size of 0 stays. The start
+    isn't changed."""
+    density = GaussianPotential(torch.linspace(0.5, 2, 5, dtype=torch.float64))
+    density = ToyPotential(partial(_in_double, density.energy))
+    z, momentum = torch.randn(2, chains, 5, dtype=dtype)
+    variance = torch.rand(chains, 5, dtype=dtype) + 0.5
+    step_size = torch.tensor([0.1, 0.0, 0.3], dtype=dtype)[:chains]
+    first = PhasePoint(z, momentum, *density.energy_and_gradient(z))
+    before = [value.clone() for value in first]
+    expected = first
+    for _ in range(7):
+        expected = leapfrog(
+            density.energy_and_gradient, expected, step_size[:, None], Mass(variance)
+        )
+    found = loops.follow(density, first, step_size, Mass(variance), 7)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-4
+    for value, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, exact, rtol=rounding, atol=rounding)
+    assert all(map(torch.equal, first, before))
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,14 @@ from pyro_symmetric.mcmc.kernels.adaptation import (
 )
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
+    Mass,
+    PhasePoint,
     State,
     choose,
     energy_error,
     leapfrog,
     resample_momenta,
+    runs_in_loops,
     uniform,
 )
 
@@ -109,10 +112,8 @@ def hmc_step(density: Density, state: State, num_steps: int) -> State:
     """
     tuning: HamiltonianTuning = state.tuning
     mass = tuning.mass
-    step_size = tuning.step_size[:, None]
-    start = end = resample_momenta(state, mass)
-    for _ in range(num_steps):
-        end = fused(density, leapfrog, end, step_size, mass)
+    start = resample_momenta(state, mass)
+    end = _trajectory(density, start, tuning.step_size, mass, num_steps)
     before = start.total_energy(mass)
     after = end.total_energy(mass)
     error = energy_error(after, before)
@@ -129,6 +130,20 @@ def hmc_step(density: Density, state: State, num_steps: int) -> State:
         "n_steps": diverging.long().fill_(num_steps),
     }
     return State(*point, tuning, state.generator, statistics)
+
+
+def _trajectory(
+    density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
+) -> PhasePoint:
+    """Take leapfrog steps of sizes ``(C,)``; return the end points."""
+    if runs_in_loops(density, start.z, mass):
+        from pyro_symmetric.mcmc.kernels import loops  # slow to import
+
+        return loops.follow(density, start, step_size, mass, num_steps)
+    end = start
+    for _ in range(num_steps):
+        end = fused(density, leapfrog, end, step_size[:, None], mass)
+    return end
 
 
 def median_step_size(step_size: Tensor) -> Tensor:

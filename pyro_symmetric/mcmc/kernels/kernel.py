@@ -389,6 +389,16 @@ def leapfrog(
     )
 
 
+def runs_in_loops(density: Any, z: Tensor, mass: Mass) -> bool:
+    """Return whether steps are loops over chains: those of a network of layers."""
+    return (
+        getattr(density, "engine", None) == "layers"
+        and not isinstance(mass, DenseMass)
+        and z.device.type == "cpu"
+        and z.dtype in (torch.float32, torch.float64)
+    )
+
+
 def evaluated_at_rest(
     density: Density | Uncompiled, z: Tensor, mass: Mass
 ) -> PhasePoint:

@@ -40,7 +40,6 @@ from pyro_symmetric.mcmc.kernels.adaptation import (
 )
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
-    DenseMass,
     Mass,
     PhasePoint,
     State,
@@ -48,6 +47,7 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     energy_error,
     leapfrog,
     resample_momenta,
+    runs_in_loops,
     uniform,
 )
 
@@ -214,7 +214,7 @@ class _Forest:
             return self._double_in_loops(branch, span, depth)
         grown = _Grown(branch, {depth: span}, torch.zeros_like(forward))
         for leaf in range(2**depth):
-            level = (~leaf & leaf + 1).bit_length() - 1
+            level = _num_completed(leaf)
             inputs = grown.branch, self.tree.start_energy, self._uniform()
             branch = fused(self.density, _add_leaf, *inputs, self.mass)
             is_last = leaf + 1 == 2**depth
@@ -230,7 +230,7 @@ class _Forest:
 
     def _double_in_loops(self, branch: _Branch, span: _Span, depth: int) -> bool:
         """Do the same by loops over chains, for a network of layers on a CPU."""
-        from pyro_symmetric.mcmc.kernels import leaves  # slow to import
+        from pyro_symmetric.mcmc.kernels import loops  # slow to import
 
         # The loops change a branch in place. The tree has these tensors, too; others
         # were made for the branch.
@@ -239,32 +239,32 @@ class _Forest:
             momenta=branch.momenta.clone(),
             cost=_Cost(*map(torch.clone, branch.cost)),
         )
+        self.tree = self.tree._replace(cost=grown.cost)
         turns = torch.zeros_like(self.growing)
-        arrays = leaves.branch_of(
+        arrays = loops.branch_of(
             grown, span, depth, turns, self.tree.start_energy, self.mass.variance
         )
         chains = self.growing.nonzero()[:, 0].numpy()
         for leaf in range(2**depth):
-            level = (~leaf & leaf + 1).bit_length() - 1
+            level = _num_completed(leaf)
             is_last = leaf + 1 == 2**depth
             chances = self._uniform().numpy()
             if len(chains):
-                z = torch.from_numpy(leaves.begin_leaf(arrays, chains))
+                z = torch.from_numpy(loops.begin_leaf(arrays, chains))
                 energy, gradient = self.density.energy_and_gradient(z)
                 evaluation = energy.numpy(), gradient.numpy()
-                chains = leaves.end_leaf(
+                chains = loops.end_leaf(
                     arrays, chains, *evaluation, chances, level, is_last
                 )
             # no sooner than without loops, so that random numbers are the same
             if not len(chains) and (leaf % 2 == 1 or depth == 0):
-                self.tree = self.tree._replace(cost=grown.cost)
                 return False
         self.growing = grown.step[:, 0] != 0
         return self._end_doubling(grown, turns)
 
     def _end_doubling(self, branch: _Branch, turns: Tensor) -> bool:
         """Join a branch with the tree; return whether any chain is unfinished."""
-        self.tree = _join(self.tree._replace(cost=branch.cost), branch, self._uniform())
+        self.tree = _join(self.tree, branch, self._uniform())
         self.growing = self.growing & ~turns
         return self._retire(None)[0]
 
@@ -300,6 +300,11 @@ class _Forest:
 
 
 # steps of a doubling ------------------------------------------------------------------
+
+
+def _num_completed(leaf: int) -> int:
+    """Return how many subtrees a leaf completes: its trailing ones."""
+    return (~leaf & leaf + 1).bit_length() - 1
 
 
 def _start_branch(
@@ -413,16 +418,6 @@ def _join(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
         log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
         draw=choose(take, branch.draw, tree.draw),
         depth=tree.depth + complete,
-    )
-
-
-def runs_in_loops(density: Any, z: Tensor, mass: Mass) -> bool:
-    """Return whether leaves are computed by loops over chains."""
-    return (
-        getattr(density, "engine", None) == "layers"
-        and not isinstance(mass, DenseMass)
-        and z.device.type == "cpu"
-        and z.dtype in (torch.float32, torch.float64)
     )
 
 

@@ -1,7 +1,8 @@
-"""The leaves of a doubling of NUTS, chain by chain in loops compiled with Numba.
+"""Trajectories of HMC, and the leaves of a doubling of NUTS, chain by chain in loops
+compiled with Numba.
 
-The tensor operations of a leaf take longer than the gradients of a small network. The
-arithmetic is the one of :mod:`pyro_symmetric.mcmc.kernels.nuts`, with a diagonal mass
+The tensor operations of a leapfrog step take as long as the gradients of a small
+network, and those of a leaf take longer. The arithmetic is theirs, with a diagonal mass
 matrix.
 
 Numba, and so this module, is slow to import.
@@ -13,23 +14,62 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_symmetric.arguments import Entries
-from pyro_symmetric.mcmc.kernels.kernel import MAX_ENERGY_ERROR, ROUNDING
+from pyro_symmetric.density.density import Density
+from pyro_symmetric.mcmc.kernels.kernel import (
+    MAX_ENERGY_ERROR,
+    ROUNDING,
+    Mass,
+    PhasePoint,
+)
 
 OPTIONS: Entries = {"error_model": "numpy", "nogil": True, "cache": True}
 SINGLE_EPS = float(np.finfo(np.float32).eps)
 
 
-class Phase(NamedTuple):
-    """Arrays of a phase-space point, ``(A, D)`` and ``(A,)``, changed in place."""
+# trajectories of HMC ------------------------------------------------------------------
 
-    z: Any
-    momentum: Any
-    energy: Any
-    gradient: Any
+
+def follow(
+    density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
+) -> PhasePoint:
+    """Take leapfrog steps of sizes ``(C,)``; return the end points."""
+    end = PhasePoint(*map(torch.clone, start))
+    z, momentum = end.z.numpy(), end.momentum.numpy()
+    steps, variance = step_size.numpy(), mass.variance.numpy()
+    for _ in range(num_steps):
+        _begin_steps(z, momentum, end.gradient.numpy(), steps, variance)
+        energy, gradient = density.energy_and_gradient(end.z)
+        end = end._replace(energy=energy, gradient=gradient)
+        _end_steps(momentum, gradient.numpy(), steps)
+    return end
+
+
+@njit(**OPTIONS)
+def _begin_steps(z, momentum, gradient, step_size, variance):
+    """Take the first half of a step, ``(C, D)``, in place."""
+    for c in range(len(z)):
+        half = z.dtype.type(0.5) * step_size[c]
+        for d in range(z.shape[1]):
+            momentum[c, d] -= half * gradient[c, d]
+            z[c, d] += step_size[c] * (variance[c, d] * momentum[c, d])
+
+
+@njit(**OPTIONS)
+def _end_steps(momentum, gradient, step_size):
+    """Take the second half of a step, ``(C, D)``, in place."""
+    for c in range(len(momentum)):
+        half = momentum.dtype.type(0.5) * step_size[c]
+        for d in range(momentum.shape[1]):
+            momentum[c, d] -= half * gradient[c, d]
+
+
+# leaves of NUTS -----------------------------------------------------------------------
 
 
 class Subtrees(NamedTuple):
@@ -52,8 +92,8 @@ class Branch(NamedTuple):
         inside the branch turn get steps of size 0.
     """
 
-    end: Phase
-    draw: Phase
+    end: Any  # phase-space points
+    draw: Any
     subtrees: Subtrees
     step: Any
     momenta: Any
@@ -85,8 +125,8 @@ def branch_of(
     for of_levels, of_tree in zip(subtrees, tree, strict=True):
         of_levels[depth] = of_tree
     return Branch(
-        end=Phase(*(tensor.numpy() for tensor in branch.end)),
-        draw=Phase(*(tensor.numpy() for tensor in branch.draw)),
+        end=tree_map(Tensor.numpy, branch.end),
+        draw=tree_map(Tensor.numpy, branch.draw),
         subtrees=subtrees,
         step=branch.step[:, 0].numpy(),
         momenta=branch.momenta.numpy(),
