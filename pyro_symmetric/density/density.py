@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
@@ -226,6 +227,7 @@ class Density:
                     "dtype=torch.float32"
                 )
             self._eager = Eager(self.target, self.layout)
+            self._largest_result = 0  # of a chain, if known
             self.fast: Any = None
             self.engine_reason = ""
             gradients = num_warmup * (num_steps or WARMUP_STEPS)
@@ -333,12 +335,11 @@ class Density:
                 )
         is_tiled = getattr(self.fast, "tiles", None) is not None
         if self.chain_chunk is None and self.device.type == "cpu" and not is_tiled:
-            # Intermediate results of a chain are taken to be as large as the data or
-            # the chain itself.
-            data = tree_leaves((self.target.args, self.target.kwargs))
-            sizes = [value.numel() for value in data if isinstance(value, Tensor)]
-            numbers = max([self.dim, *sizes]) * self.dtype.itemsize
-            self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
+            # Those of a network's chain are taken to be as large as its data.
+            data = (self.target.args, self.target.kwargs)
+            numbers = max(self.dim, most_numbers(data), self._largest_result)
+            chains = CACHE_BYTES // (numbers * self.dtype.itemsize)
+            self.chain_chunk = 2 ** int(math.log2(max(1, chains)))
         if engine == "compiled" and not self.engine_reason:
             self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize, z)
 
@@ -365,12 +366,14 @@ class Density:
         target.one_by_one = "not known yet"
         generator_state = torch.get_rng_state()
         try:
-            unmapped = evaluate(z, rows)
+            with _ResultSizes() as sizes:  # of one chain after another
+                unmapped = evaluate(z, rows)
         except RuntimeError as error:
             raise ValueError(
                 "the model's density, or its gradient, can't be evaluated: "
                 f"{first_line(error)}"
             ) from error
+        self._largest_result = sizes.largest
         # A model whose sites all have values draws no numbers, except for sites that
         # it hides; a discrete one seldom shows in the density.
         if not torch.equal(generator_state, torch.get_rng_state()):
@@ -468,6 +471,28 @@ def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
     )
     energy, gradient = evaluate(z, *rows)
     return energy, gradient
+
+
+class _ResultSizes(TorchDispatchMode):
+    """Record of the largest result of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, most_numbers(result))
+        return result
+
+
+def most_numbers(nested: Any) -> int:
+    """Return the numbers of the largest tensor in a nested value."""
+    leaves = tree_leaves(nested)
+    sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
+    return max(sizes, default=0)
 
 
 def _refuse_training_batch_norm(model: Any) -> None:

@@ -39,6 +39,7 @@ from pyro_symmetric.weights import drop_names, turns_back
 MAX_CHAINS = 64
 MAX_NETWORK_CHAINS = 16
 MIN_CHAINS = 4
+ENOUGH_CHAINS = 16  # of models whose results fill the cache
 # from which on a common trajectory length pays; of networks, whose gradients take
 # longer than the trees of NUTS, from more on
 MANY_CHAINS, MANY_NETWORK_CHAINS = 4, 8
@@ -192,10 +193,12 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     and a stored one resumes. They rest on measurements (``ordinary_models`` of commit
     4060604).
 
-    * **Many chains**, as long as the largest intermediate result fits into the cache
-      and the draws into memory: there, an evaluation of 64 chains costs little more
-      than one of 4, and all of them inform warm-up. Compiled networks are evaluated
-      chain by chain and gain from many chains only in warm-up.
+    * **Many chains**, as long as two of the largest intermediate results fit into the
+      cache and the draws into memory: there, an evaluation of 64 chains costs little
+      more than one of 4, and all of them inform warm-up. Of larger models 16 or 32
+      chains have as many effective draws a second as 64, and enough of them sooner.
+      Compiled networks are evaluated chain by chain and gain from many chains only in
+      warm-up.
     * **AdaptiveHMC** for 4 chains or more, of networks 8, which it moves in step; NUTS
       would wait for the longest tree, and builds it by many small operations.
     * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations
@@ -203,9 +206,11 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
       correlations.
     """
     density = settings.build_density()
+    chunk = density.chain_chunk or 2 * MAX_CHAINS
+    in_cache = max(chunk // 2, min(chunk, ENOUGH_CHAINS))
     limits = {
         "as many as pay": MAX_NETWORK_CHAINS if density.is_network else MAX_CHAINS,
-        "as many as the cache holds": density.chain_chunk or MAX_CHAINS,
+        "as many as the cache holds": in_cache,
         "as many as leave room for their draws": MAX_NUMBERS // density.dim,
     }
     if density.target.one_by_one:

@@ -65,6 +65,18 @@ def test_chains_are_fewer_the_more_an_evaluation_holds():
     )
 
 
+@pytest.mark.cpu
+def test_the_largest_result_of_an_evaluation_counts_not_only_its_data():
+    def process(x):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        covariance = (-((x[:, None] - x) ** 2)).exp() * scale + torch.eye(len(x))
+        y = dist.MultivariateNormal(torch.zeros(len(x)), covariance)
+        pyro.sample("y", y, obs=torch.zeros(len(x)))
+
+    points = [torch.linspace(0, 1, count) for count in (20, 100, 200)]
+    assert [choice(process, x).num_chains for x in points] == [64, 32, 16]
+
+
 def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
     few, many = (choice(normal, torch.randn(5), num_chains=count) for count in (2, 30))
     assert (type(few.kernel), few.num_chains) == (NUTS, 2)
