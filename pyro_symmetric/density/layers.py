@@ -91,53 +91,13 @@ class Layers:
     def __init__(self, target: NetworkTarget | TracedTarget):
         if not isinstance(target, NetworkTarget):
             raise Unavailable("the model isn't a BayesianModel")
-        problem = self._problem = problem_of(target)
-        likelihood = target.model.likelihood
-        priors = [
-            _normal(target.sites[name])
-            for name, _ in target.model.net.named_parameters()
-        ]
-        loc, scale = (
-            torch.cat(
-                [getattr(prior, name).detach().reshape(-1) for prior in priors]
-            ).to(problem.x)
-            for name in ("loc", "scale")
-        )
-        self._loc = loc
-        self._precision = scale**-2
-        self._dim = len(loc)
-        self._temperature = likelihood.temperature
-        self._rows = len(problem.x)
-        # normal targets
-        self._count = (
-            0 if problem.labels else problem.y.numel() / likelihood.temperature
-        )
-        gaussian = (
-            likelihood
-            if isinstance(likelihood, GaussianLikelihood)
-            else GaussianLikelihood(1.0)
-        )
-        self._constant = (
-            float(scale.double().log().sum()) + (self._count + self._dim) * HALF_LOG_2PI
-        )
-        self._is_learnt = gaussian.scale is None
-        # half-normal prior of the noise scale, the exponential of the last coordinate
-        if gaussian.scale is None:
-            self._noise_precision = gaussian.prior_scale**-2
-            self._constant += math.log(gaussian.prior_scale / 2) + HALF_LOG_2PI
-        else:  # 1 for labels
-            self._noise_precision = gaussian.scale**-2
-            self._constant += self._count * math.log(gaussian.scale)
+        self._problem = problem_of(target)
+        self._prior = prior_of(target, self._problem)
+        self._temperature = target.model.likelihood.temperature
+        self._rows = len(self._problem.x)
         self.tiles: Tiles | None = None
-        if is_tiled(problem):
-            prior = Prior(
-                loc.numpy(force=True),
-                self._precision.numpy(force=True),
-                self._constant,
-                float(self._count),
-                float(self._noise_precision),
-            )
-            self.tiles = Tiles(problem, prior)
+        if is_tiled(self._problem):
+            self.tiles = Tiles(self._problem, self._prior)
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
@@ -148,34 +108,23 @@ class Layers:
         ) / self._temperature
         if self.tiles is not None:
             return self.tiles(z, share, index)
-        w = z
-        precision = z.new_full((len(z),), share * self._noise_precision)
-        if self._is_learnt:
-            w = z[:, :-1]
-            log_noise = z[:, -1]
-            precision = share * (-2 * log_noise).exp()
+        prior = self._prior
+        width = len(prior.loc)
+        w = z[:, :width]
+        log_noise = z[:, width:]  # (C, 1) if the scale of the noise is learnt
+        precision = z.new_full((len(z),), share * prior.noise_precision)
+        if log_noise.shape[1]:
+            precision = share * (-2 * log_noise[:, 0]).exp()
         loss, gradient = batched_loss(self._problem, w, precision, index)
         misfit = loss.mul_(precision)
-        centred = w - self._loc
-        energy = torch.addmv(misfit, centred.square(), self._precision, alpha=0.5).add_(
-            self._constant
-        )
-        gradient.addcmul_(centred, self._precision)
-        if not self._is_learnt:
-            return energy, gradient
-        noise = self._noise_precision * (2 * log_noise).exp()
-        slope = self._count - 1 + noise - 2 * misfit
-        return energy + (self._count - 1) * log_noise + 0.5 * noise, torch.cat(
-            [gradient, slope[:, None]], 1
-        )
-
-
-def _normal(prior: Distribution) -> Any:
-    """Return the prior as independent normal distributions of its entries."""
-    base = prior.base_dist if isinstance(prior, Independent) else prior
-    if type(base).log_prob is not Normal.log_prob:
-        raise Unavailable("a prior isn't normal")
-    return base
+        centred = w - prior.loc
+        energy = torch.addmv(misfit, centred.square(), prior.precision, alpha=0.5)
+        energy = energy.add_(prior.constant)
+        gradient.addcmul_(centred, prior.precision)
+        noise = prior.noise_precision * (2 * log_noise).exp()
+        by_noise = (prior.num_targets - 1) * log_noise + 0.5 * noise
+        slope = prior.num_targets - 1 + noise - 2 * misfit[:, None]
+        return energy + by_noise.sum(1), torch.cat([gradient, slope], 1)
 
 
 class Layer(NamedTuple):
@@ -250,6 +199,40 @@ def problem_of(target: NetworkTarget) -> Problem:
     if y.shape != shape or y.device != x.device or (not labels and y.dtype != x.dtype):
         raise Unavailable(f"y has shape {tuple(y.shape)}, {y.dtype} on {y.device}")
     return Problem(layers, x.reshape(len(x), -1), y.reshape(len(x), -1), labels)
+
+
+def prior_of(target: NetworkTarget, problem: Problem) -> Prior:
+    """Read the priors; raise ``Unavailable`` for one that isn't normal."""
+    likelihood = target.model.likelihood
+    names = [name for name, _ in target.model.net.named_parameters()]
+    priors = [_normal(target.sites[name]) for name in names]
+    loc = torch.cat([prior.loc.detach().reshape(-1) for prior in priors])
+    scale = torch.cat([prior.scale.detach().reshape(-1) for prior in priors])
+    loc, scale = loc.to(problem.x), scale.to(problem.x)
+    count = 0.0
+    if not problem.labels:
+        count = problem.y.numel() / likelihood.temperature
+    constant = float(scale.double().log().sum()) + (count + len(loc)) * HALF_LOG_2PI
+    noise_precision = 1.0  # of labels
+    if isinstance(likelihood, GaussianLikelihood):
+        noise = likelihood.scale
+        if noise is None:
+            # half-normal prior of the noise scale, the exponential of the last
+            # coordinate
+            noise = likelihood.prior_scale
+            constant += math.log(noise / 2) + HALF_LOG_2PI
+        else:
+            constant += count * math.log(noise)
+        noise_precision = noise**-2
+    return Prior(loc, scale**-2, constant, count, float(noise_precision))
+
+
+def _normal(prior: Distribution) -> Any:
+    """Return the prior as independent normal distributions of its entries."""
+    base = prior.base_dist if isinstance(prior, Independent) else prior
+    if type(base).log_prob is not Normal.log_prob:
+        raise Unavailable("a prior isn't normal")
+    return base
 
 
 def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
@@ -371,7 +354,9 @@ class Tiles:
 
     def __init__(self, problem: Problem, prior: Prior):
         self.problem = problem
-        self.prior = prior
+        self.prior = prior._replace(
+            loc=prior.loc.numpy(), precision=prior.precision.numpy()
+        )
         self._layers = np.array(problem.layers)
         self._flops = 6.0 * sum(
             layer.inputs * layer.outputs for layer in problem.layers

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 
-import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
@@ -136,7 +135,7 @@ def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_i
     )
     w = torch.stack([w, torch.ones_like(w)], 1).to(dtype)
     one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    flat = np.zeros(2, w.numpy().dtype)
+    flat = torch.zeros(2, dtype=dtype)
     problem = Problem(read_layers(net, one), one, zero, False)
     tiles = Tiles(problem, Prior(flat, flat, 0.0, 0.0, 1.0))
     loss, gradient = tiles(w, 1.0, None)
