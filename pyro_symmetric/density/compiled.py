@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ from pyro_symmetric.density.traced import TracedTarget
 
 # for which compiling, about 9 s, pays: an eager evaluation takes 2.5 ms or more
 MIN_EVALUATIONS = 3500
+# energies whose programs serve another call with an equal model and equal data
+RECENT = deque[ChainsLast](maxlen=4)
 MIN_LANES = 16  # chains from which innermost loops over chains are faster
 # With one thread PyTorch starts no worker processes. It detects vector instructions by
 # compiling and loading test programs, which takes as long as all else; those of x86 are
@@ -121,7 +124,7 @@ class Compiled:
                 self._lanes = None
         evaluate = self._evaluation(names)
         flat = [value.contiguous() for value in flat]  # so that strides don't matter
-        return self._run(evaluate, function, names, structure, flat)
+        return self._run(evaluate, function, names, structure, flat, {})
 
     def _run_last(self, function: Function, structure: Any, flat: list[Tensor]) -> Any:
         """Run the program with the chains last."""
@@ -129,15 +132,21 @@ class Compiled:
             with self._lock:
                 self._lanes = self._lanes or self._traced_lanes(flat[0][0])
         flat = [_chains_last(value) for value in flat]
-        return self._run(self._lanes, function, (), structure, flat)
+        programs = self._lanes.programs
+        return self._run(self._lanes, function, (), structure, flat, programs)
 
     def _traced_lanes(self, z: Tensor) -> ChainsLast:
         try:
             with without_warnings():
-                return ChainsLast(self.eager, z.detach().clone())
+                lanes = ChainsLast(self.eager, z.detach().clone())
         # the model's code, operators and their rules may raise anything
         except Exception as error:
             raise Unavailable(str(error)) from error
+        for recent in tuple(RECENT):
+            if recent.is_same(lanes):
+                return recent
+        RECENT.append(lanes)
+        return lanes
 
     def _run(
         self,
@@ -146,14 +155,18 @@ class Compiled:
         names: Names,
         structure: Any,
         flat: list[Tensor],
+        known: dict[Args, Program],
     ) -> Any:
+        """Run a program: this density's, one that is known, or one that is compiled."""
         shapes = [(value.shape, value.dtype) for value in flat]
         key = (function, names, structure, *shapes)
         with self._lock:
             cached = self._programs.get(key)
-            program = cached or self._compile(
-                evaluate, function, structure, [value.detach() for value in flat]
-            )
+            program = cached or known.get(key)
+            if program is None:
+                inputs = [value.detach() for value in flat]
+                program = self._compile(evaluate, function, structure, inputs)
+                known[key] = program
         with torch.no_grad():
             results = program.function(*flat)
             if flat[0].is_cuda:  # a CUDA graph reuses the memory of its results

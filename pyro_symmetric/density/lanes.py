@@ -15,6 +15,8 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +87,9 @@ class ChainsLast:
 
     :param z: position of a chain, ``(D,)``.
     :ivar constants: results of the graph's nodes that don't depend on the position.
+    :ivar is_complete: whether the graph's code and its constants, which are copies,
+        determine what it computes.
+    :ivar programs: compiled of it, by the functions and shapes that they are for.
     :raises Unavailable: if the model factors large matrices of each chain, which takes
         longer with the chains last.
     """
@@ -95,7 +100,28 @@ class ChainsLast:
             self.graph = _graph_of_one_chain(eager, z)
             if any(_factors_large_matrix(node) for node in self.graph.graph.nodes):
                 raise Unavailable("it factors large matrices")
-            self.constants = _constants(self.graph)
+            self.is_complete = _has_few_constants(self.graph)
+            self.constants = _constants(self.graph, copies=self.is_complete)
+        self.programs: dict[Args, Any] = {}
+
+    def is_same(self, other: ChainsLast) -> bool:
+        """Return whether both surely compute the same."""
+        if not (self.is_complete and other.is_complete):
+            return False
+        if self._description != other._description:
+            return False
+        pairs = zip(self._constant_leaves, other._constant_leaves, strict=True)
+        return all(starmap(_is_equal, pairs))
+
+    @cached_property
+    def _description(self) -> tuple[str, list[str]]:
+        """The graph's code, with the shapes and dtypes of its results."""
+        results = [str(node.meta.get("val")) for node in self.graph.graph.nodes]
+        return self.graph.code, results
+
+    @property
+    def _constant_leaves(self) -> list[Any]:
+        return tree_leaves([constant() for constant in self.constants.values()])
 
     def __call__(self, z: Tensor) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
@@ -139,16 +165,27 @@ def _factors_large_matrix(node: fx.Node) -> bool:
     )
 
 
-def _constants(graph: fx.GraphModule) -> dict[fx.Node, Callable[[], Any]]:
+def _has_few_constants(graph: fx.GraphModule) -> bool:
+    """Return whether a graph holds tensors only, of few numbers."""
+    nodes = graph.graph.find_nodes(op="get_attr")
+    values = [getattr(graph, node.target) for node in nodes]
+    if not all(isinstance(value, Tensor) for value in values):
+        return False
+    return sum(value.numel() for value in values) <= LARGEST_CONSTANT
+
+
+def _constants(graph: fx.GraphModule, copies: bool) -> dict[fx.Node, Callable[[], Any]]:
     """Compute the nodes that don't depend on the position, such as ``lgamma(y + 1)``.
 
+    :param copies: whether to copy the graph's tensors, such as data that may change.
     :return: functions that return them. They fill tensors of equal numbers anew, since
         programs then hold the number.
     """
     results: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            results[node] = getattr(graph, node.target)
+            value = getattr(graph, node.target)
+            results[node] = value.clone() if copies else value
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
@@ -159,6 +196,15 @@ def _constants(graph: fx.GraphModule) -> dict[fx.Node, Callable[[], Any]]:
             )
             results[node] = node.target(*args, **kwargs)
     return map_values(_source, results)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return type(value) is type(other) and bool(value == other)
+    if (value.dtype, value.shape) != (other.dtype, other.shape):
+        return False
+    is_nan = value.isnan() & other.isnan()
+    return bool((is_nan | (value == other)).all())
 
 
 def _source(value: Any) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pyro_symmetric.density.compiled import Compiled
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Unavailable, same_evaluation
 from pyro_symmetric.density.lanes import ChainsLast
@@ -236,3 +237,54 @@ def test_a_model_that_cannot_be_traced_so_is_compiled_with_the_chains_first(
     assert same_evaluation(density.energy_and_gradient(z), density.without_compiling(z))
     assert density.engine == "compiled"
     assert not density.fast._has_lanes
+
+
+def counts_of(rates: Tensor) -> None:
+    """Constants of the data are computed in advance, such as ``lgamma(y + 1)``."""
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    offset = pyro.sample("offset", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(rates)):
+        rate = (level + offset * rates).exp()
+        pyro.sample("y", dist.Poisson(rate, validate_args=False), obs=rates)
+
+
+@needs_compiler
+def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypatch):
+    """Data that changed in place, and a change of the model or of the precision, are
+    compiled anew; programs of data that were there before are right again.
+    """
+    compiled = []
+    original = Compiled._compile
+
+    def counting(self, *arguments):
+        compiled.append(self)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Compiled, "_compile", counting)
+    rates = torch.tensor([0.0, 1.0, 2.0, 5.0])
+
+    def evaluated(model, **options) -> bool:
+        """Whether programs were compiled; energies are right in any case."""
+        before = len(compiled)
+        density = Density(model, (rates,), engine="compiled", **options)
+        z = positions(density, 16)
+        found = density.energy_and_gradient(z)
+        assert density.fast._lanes is not None
+        exact = Density(model, (rates,), engine="eager").energy_and_gradient(z.float())
+        torch.testing.assert_close(found[0].float(), exact[0], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found[1].float(), exact[1], rtol=1e-4, atol=1e-4)
+        return len(compiled) > before
+
+    def with_another_prior(rates):
+        with pyro.poutine.scale(scale=2.0):
+            counts_of(rates)
+
+    assert evaluated(counts_of)
+    assert not evaluated(counts_of)
+    rates += 1
+    assert evaluated(counts_of)
+    rates -= 1
+    assert not evaluated(counts_of)
+    assert evaluated(with_another_prior)
+    assert evaluated(counts_of, dtype=torch.float64)
+    assert not evaluated(counts_of)
