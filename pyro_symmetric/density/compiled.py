@@ -106,11 +106,15 @@ class Compiled:
         )
         return energy, gradient
 
-    def run(self, function: Function, *inputs: Any, names: Names = ()) -> Any:
+    def run(
+        self, function: Function, *inputs: Any, names: Names = (), count: int = 1
+    ) -> Any:
         """Run the program of a function, compiled for the shapes of its inputs; see
         :func:`~pyro_symmetric.density.density.fused`.
 
         :param names: of mini-batches, whose rows are the last inputs.
+        :param count: how often it is run, from the second time on with the result as
+            the first input.
         :raises Unavailable: if compiling fails, or the program's results differ from
             the model's.
         """
@@ -118,22 +122,22 @@ class Compiled:
         structure = flatten(inputs, flat)
         if self._has_lanes and len(flat[0]) >= MIN_LANES and not flat[0].is_cuda:
             try:
-                return self._run_last(function, structure, flat)
+                return self._run_last(function, structure, flat, count)
             except Unavailable:
                 self._has_lanes = False
                 self._lanes = None
         evaluate = self._evaluation(names)
-        flat = [value.contiguous() for value in flat]  # so that strides don't matter
-        return self._run(evaluate, function, names, structure, flat, {})
+        return self._run(evaluate, function, names, structure, flat, {}, count)
 
-    def _run_last(self, function: Function, structure: Any, flat: list[Tensor]) -> Any:
+    def _run_last(
+        self, function: Function, structure: Any, flat: list[Tensor], count: int
+    ) -> Any:
         """Run the program with the chains last."""
         if self._lanes is None:
             with self._lock:
                 self._lanes = self._lanes or self._traced_lanes(flat[0][0])
-        flat = [_chains_last(value) for value in flat]
         programs = self._lanes.programs
-        return self._run(self._lanes, function, (), structure, flat, programs)
+        return self._run(self._lanes, function, (), structure, flat, programs, count)
 
     def _traced_lanes(self, z: Tensor) -> ChainsLast:
         try:
@@ -156,22 +160,28 @@ class Compiled:
         structure: Any,
         flat: list[Tensor],
         known: dict[Args, Program],
+        count: int,
     ) -> Any:
         """Run a program: this density's, one that is known, or one that is compiled."""
-        shapes = [(value.shape, value.dtype) for value in flat]
+        # Programs rely on the strides of their inputs.
+        arranged = _chains_last if evaluate is self._lanes else Tensor.contiguous
+        inputs = [arranged(value) for value in flat]
+        shapes = [(value.shape, value.dtype) for value in inputs]
         key = (function, names, structure, *shapes)
         with self._lock:
             cached = self._programs.get(key)
             program = cached or known.get(key)
             if program is None:
-                inputs = [value.detach() for value in flat]
-                program = self._compile(evaluate, function, structure, inputs)
+                examples = [value.detach() for value in inputs]
+                program = self._compile(evaluate, function, structure, examples)
                 known[key] = program
         with torch.no_grad():
-            results = program.function(*flat)
-            if flat[0].is_cuda:  # a CUDA graph reuses the memory of its results
-                results = [value.clone() for value in results]
-            result = unflatten(program.results, iter(results))
+            results = program.function(*inputs)
+            for _ in range(count - 1):
+                following = [arranged(_copied_on_gpu(value)) for value in results]
+                results = program.function(*following, *inputs[len(results) :])
+            results = map(_copied_on_gpu, results)
+            result = unflatten(program.results, results)
         if cached is None:
             if function is _evaluate:
                 self._require_same(result, names, *flat)
@@ -280,6 +290,13 @@ def _chains_last(value: Tensor) -> Tensor:
     if value.stride() == (1, len(value)):  # spares calls, of which each counts
         return value
     return value.t().contiguous().t()
+
+
+def _copied_on_gpu(value: Tensor) -> Tensor:
+    """Return a result of a program; on a GPU a copy, as a CUDA graph reuses the memory
+    of its results.
+    """
+    return value.clone() if value.is_cuda else value
 
 
 def _evaluate(evaluate: Evaluate, *inputs: Tensor) -> Evaluation:

@@ -449,6 +449,24 @@ def fused(density: Any, function: Function, *inputs: Any) -> Any:
     return function(density.energy_and_gradient, *inputs)
 
 
+def iterated(
+    density: Any, function: Function, count: int, start: Any, *inputs: Any
+) -> Any:
+    """Apply a function of :func:`fused` to its own result ``count`` times, at least
+    once; ``start`` is its first input.
+    """
+    if compiles(density) and len(start[0]) <= density.fast.most_chains:
+        try:
+            return density.fast.run(function, start, *inputs, count=count)
+        except Unavailable as error:
+            density.give_up(error)
+        except RuntimeError:  # a singular matrix of one chain, at one of the steps
+            pass
+    for _ in range(count):
+        start = fused(density, function, start, *inputs)
+    return start
+
+
 def compiles(density: Any) -> bool:
     """Return whether :func:`fused` compiles programs for a density."""
     return isinstance(getattr(density, "fast", None), Compiled)

@@ -11,7 +11,13 @@ import pytest
 import torch
 from scipy import integrate
 
-from pyro_symmetric.mcmc.kernels.hmc import FADING, AdaptiveHMC, TrajectoryLength
+from pyro_symmetric.mcmc.kernels.hmc import (
+    BINS_PER_OCTAVE,
+    FADING,
+    RATE,
+    AdaptiveHMC,
+    TrajectoryLength,
+)
 from pyro_symmetric.mcmc.kernels.kernel import Mass
 
 from .conftest import GaussianPotential, drive
@@ -169,3 +175,23 @@ def test_a_single_chain_learns_no_length():
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     alone = drive(AdaptiveHMC(None), density, density.sample(1), 60, 5)[2]
     assert alone.tuning.length.log_length.exp().item() == pytest.approx(math.pi)
+
+
+@pytest.mark.parametrize(
+    ("best", "highest", "expected", "average"),
+    [
+        (0.7, 9.0, 0.7 + math.log(2) / BINS_PER_OCTAVE, 0.7),
+        (5.0, 9.0, 1.0 + RATE, 5.0),
+        (-3.0, 9.0, 1.0 - RATE, -3.0),
+        (5.0, 1.05, 1.05, 1.05),
+    ],
+)
+def test_the_length_moves_slowly_to_one_bin_beyond_the_best_below_a_limit(
+    best, highest, expected, average, monkeypatch
+):
+    """The average starts with the best, and keeps below the limit. Logarithms."""
+    best, highest = torch.tensor([best, highest], dtype=torch.float64)
+    monkeypatch.setattr(TrajectoryLength, "best_log_length", lambda _: best)
+    found = TrajectoryLength.start(math.e, torch.zeros(2, 1)).update(highest)
+    assert found.log_length.item() == pytest.approx(expected)
+    assert found.log_average.item() == pytest.approx(average)

@@ -11,7 +11,7 @@ import torch
 
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import MCLMC
-from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
+from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS, LARGEST_RATIO
 from pyro_symmetric.posterior.diagnostics import energy_error, sampler_failures
 
 from .conftest import GaussianPotential, ToyPotential, drive
@@ -143,3 +143,16 @@ def test_energy_errors_are_judged_by_what_was_asked(ratio, status):
         for finding in sampler_failures({"energy_error": ratios}, subsampled=False)
     ]
     assert told == (["energy error"] if status == "fail" else [])
+
+
+def test_the_margin_of_an_energy_error_is_bounded_below(generator):
+    """It is one minus the error, in units of what was asked; a trajectory that left the
+    support has no error.
+    """
+    density = GaussianPotential(torch.ones(2))
+    kernel = MCLMC(None)
+    state = kernel.init(density, torch.zeros(4, 2), 10, generator)
+    errors = torch.tensor([0.0, 1.0, torch.nan, 1e9])
+    margins = kernel.acceptance(replace(state, statistics={"energy_error": errors}))
+    assert margins[:2].tolist() == [1.0, 0.0]
+    assert margins[2] == margins[3] == 1 - LARGEST_RATIO

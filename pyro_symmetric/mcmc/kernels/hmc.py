@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.density import Density, fused
+from pyro_symmetric.density.density import Density, iterated
 from pyro_symmetric.mcmc.kernels.adaptation import (
     BLIND_STEPS,
     HamiltonianKernel,
@@ -140,10 +140,7 @@ def _trajectory(
         from pyro_symmetric.mcmc.kernels import loops  # slow to import
 
         return loops.follow(density, start, step_size, mass, num_steps)
-    end = start
-    for _ in range(num_steps):
-        end = fused(density, leapfrog, end, step_size[:, None], mass)
-    return end
+    return iterated(density, leapfrog, num_steps, start, step_size[:, None], mass)
 
 
 def median_step_size(step_size: Tensor) -> Tensor:
