@@ -96,9 +96,18 @@ class Eager:
         return self._differentiated(z, lambda w: self.target.log_joint(w, rows))
 
     def raw_of_one(self, z: Tensor) -> Evaluation:
-        """Evaluate one chain, ``(D,)``, of a Pyro model without mapping it."""
+        """Evaluate one chain, ``(D,)``, of a Pyro model without mapping it, by
+        transforms that can be traced.
+        """
         target: Any = self.target
-        return self._differentiated(z, target.log_joint_of_one)
+
+        def energy_of(position: Tensor) -> Tensor:
+            weights, log_det = self.layout.constrain_with_log_det(position)
+            log_joint: Tensor = target.log_joint_of_one(weights)
+            return -(log_joint + log_det).to(z.dtype)
+
+        gradient, energy = torch.func.grad_and_value(energy_of)(z)
+        return energy, gradient
 
     def _differentiated(
         self, z: Tensor, log_joint: Callable[[Weights], Tensor]

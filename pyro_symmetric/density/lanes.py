@@ -149,10 +149,10 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
     with torch.no_grad(), SharedExponentials():
-        graph = graph_of(
-            lambda position: despite_singular(lambda: eager.raw_of_one(position)), {}, z
+        pure = torch.func.functionalize(
+            lambda position: despite_singular(lambda: eager.raw_of_one(position)),
+            remove="mutations",
         )
-        pure = torch.func.functionalize(graph, remove="mutations")
         graph = graph_of(pure, dict(select_decomp_table()), z)
     graph.graph.eliminate_dead_code()
     return graph
