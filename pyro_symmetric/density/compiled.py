@@ -149,7 +149,8 @@ class Compiled:
         for recent in tuple(RECENT):
             if recent.is_same(lanes):
                 return recent
-        RECENT.append(lanes)
+        if lanes.is_complete:
+            RECENT.append(lanes)
         return lanes
 
     def _run(

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
@@ -35,6 +34,7 @@ from pyro_symmetric.density.eager import (
     in_chunks,
     same_evaluation,
 )
+from pyro_symmetric.density.graphs import most_numbers
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.errors import first_line
@@ -504,13 +504,6 @@ class _ResultSizes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.largest = max(self.largest, most_numbers(result))
         return result
-
-
-def most_numbers(nested: Any) -> int:
-    """Return the numbers of the largest tensor in a nested value."""
-    leaves = tree_leaves(nested)
-    sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
-    return max(sizes, default=0)
 
 
 def _refuse_training_batch_norm(model: Any) -> None:

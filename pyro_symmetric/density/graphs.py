@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric.arguments import Function
 
@@ -28,3 +31,18 @@ def graph_of(
     mode = FakeTensorMode(allow_fallback_kernels=True)
     with tracing(TracingContext(mode)):
         return make_fx(function, decomposition_table=decompositions)(*inputs)
+
+
+def most_numbers(nested: Any) -> int:
+    """Return the numbers of the largest tensor in a nested value; those that are
+    repeated along an axis count once.
+    """
+    tensors = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    return max(map(_numbers, tensors), default=0)
+
+
+def _numbers(value: Tensor) -> int:
+    if value.layout is not torch.strided or value.is_nested:
+        return value.numel()
+    axes = zip(value.shape, value.stride(), strict=True)
+    return math.prod(size for size, stride in axes if stride or not size)

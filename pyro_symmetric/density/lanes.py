@@ -31,7 +31,7 @@ from pyro_symmetric.density.eager import (
     Unavailable,
     despite_singular,
 )
-from pyro_symmetric.density.graphs import graph_of
+from pyro_symmetric.density.graphs import graph_of, most_numbers
 from pyro_symmetric.density.special_functions import SharedExponentials
 from pyro_symmetric.weights import map_values
 
@@ -96,12 +96,14 @@ class ChainsLast:
 
     def __init__(self, eager: Eager, z: Tensor):
         # operators of the graph may make tensors in the default dtype
-        with running_pyro(z.dtype):
+        with running_pyro(z.dtype), torch.no_grad():
             self.graph = _graph_of_one_chain(eager, z)
             if any(_factors_large_matrix(node) for node in self.graph.graph.nodes):
                 raise Unavailable("it factors large matrices")
-            self.is_complete = _has_few_constants(self.graph)
-            self.constants = _constants(self.graph, copies=self.is_complete)
+            is_small = _has_few_constants(self.graph)
+            self.constants = _constants(self.graph, copies=is_small)
+        numbers = sum(map(most_numbers, self._constant_leaves))
+        self.is_complete = is_small and numbers <= LARGEST_CONSTANT
         self.programs: dict[Args, Any] = {}
 
     def is_same(self, other: ChainsLast) -> bool:
@@ -148,7 +150,7 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
     """
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
-    with torch.no_grad(), SharedExponentials():
+    with SharedExponentials():
         pure = torch.func.functionalize(
             lambda position: despite_singular(lambda: eager.raw_of_one(position)),
             remove="mutations",
@@ -171,7 +173,7 @@ def _has_few_constants(graph: fx.GraphModule) -> bool:
     values = [getattr(graph, node.target) for node in nodes]
     if not all(isinstance(value, Tensor) for value in values):
         return False
-    return sum(value.numel() for value in values) <= LARGEST_CONSTANT
+    return sum(map(most_numbers, values)) <= LARGEST_CONSTANT
 
 
 def _constants(graph: fx.GraphModule, copies: bool) -> dict[fx.Node, Callable[[], Any]]:
@@ -185,7 +187,7 @@ def _constants(graph: fx.GraphModule, copies: bool) -> dict[fx.Node, Callable[[]
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             value = getattr(graph, node.target)
-            results[node] = value.clone() if copies else value
+            results[node] = value.detach().clone() if copies else value
         if node.op != "call_function":
             continue
         value = node.meta.get("val")

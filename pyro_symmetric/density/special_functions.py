@@ -78,9 +78,11 @@ class SharedExponentials(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.logsumexp, Tensor.logsumexp):
+        kwargs = kwargs or {}
+        is_known = kwargs.keys() <= {"input", "dim", "keepdim"}
+        if func in (torch.logsumexp, Tensor.logsumexp) and is_known:
             func = logsumexp
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:

@@ -274,7 +274,7 @@ def _failures(posterior: Posterior, settings: Settings) -> list[Check]:
     without_weights = [check for check in failures if check.name != "weights"]
     # chains may be in different copies of a mode
     if without_weights != failures and (
-        posterior.metadata.get("suffices") or FROM_ABOVE["agree"](posterior)
+        posterior.metadata.get("agrees") or FROM_ABOVE["agree"](posterior)
     ):
         failures = without_weights
     # a chain may never move although its acceptance rate is fine

@@ -5,14 +5,16 @@ model, in double precision, and of compiled programs against them.
 import math
 import pickle
 import shutil
+from collections import deque
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pyro_symmetric.density import compiled
 from pyro_symmetric.density.compiled import Compiled
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Unavailable, same_evaluation
@@ -249,15 +251,43 @@ def counts_of(rates: Tensor) -> None:
 
 
 @needs_compiler
+def test_programs_of_a_model_whose_parameters_train_are_those_of_each_step(monkeypatch):
+    """They hold the chains last, and aren't remembered beyond the last four, nor are
+    large data.
+    """
+    monkeypatch.setattr("pyro_symmetric.density.compiled.RECENT", deque(maxlen=4))
+    slope = nn.Linear(3, 1)
+
+    def model() -> None:
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(level * slope(X)[:, 0], 1.0).to_event(1), obs=Y)
+
+    for _ in range(3):
+        with torch.no_grad():
+            slope.weight += 1
+        density = Density(model, engine="compiled")
+        z = positions(density, 16)
+        found = density.energy_and_gradient(z)
+        assert density.fast._lanes is not None
+        assert same_evaluation(found, density.without_compiling(z))
+    assert len(compiled.RECENT) == 3
+    monkeypatch.setattr("pyro_symmetric.density.lanes.LARGEST_CONSTANT", 8)
+    density = Density(model, engine="compiled")
+    density.energy_and_gradient(z)
+    assert density.fast._lanes is not None
+    assert len(compiled.RECENT) == 3
+
+
+@needs_compiler
 def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypatch):
     """Data that changed in place, and a change of the model or of the precision, are
     compiled anew; programs of data that were there before are right again.
     """
-    compiled = []
+    programs = []
     original = Compiled._compile
 
     def counting(self, *arguments):
-        compiled.append(self)
+        programs.append(self)
         return original(self, *arguments)
 
     monkeypatch.setattr(Compiled, "_compile", counting)
@@ -265,7 +295,7 @@ def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypa
 
     def evaluated(model, **options) -> bool:
         """Whether programs were compiled; energies are right in any case."""
-        before = len(compiled)
+        before = len(programs)
         density = Density(model, (rates,), engine="compiled", **options)
         z = positions(density, 16)
         found = density.energy_and_gradient(z)
@@ -273,7 +303,7 @@ def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypa
         exact = Density(model, (rates,), engine="eager").energy_and_gradient(z.float())
         torch.testing.assert_close(found[0].float(), exact[0], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(found[1].float(), exact[1], rtol=1e-4, atol=1e-4)
-        return len(compiled) > before
+        return len(programs) > before
 
     def with_another_prior(rates):
         with pyro.poutine.scale(scale=2.0):

@@ -51,6 +51,12 @@ def test_logarithms_of_sums_and_their_gradients_are_those_of_pytorch(dim, keepdi
             of_function = torch.logsumexp(leaf, dim, keepdim)
             of_method = leaf.logsumexp(dim, keepdim=keepdim)
         assert of_function.equal(of_method)
+        with mode:
+            named = torch.logsumexp(input=leaf, dim=dim, keepdim=keepdim)
+            written = torch.empty_like(named).detach()
+            torch.logsumexp(leaf.detach(), dim, keepdim, out=written)
+        assert of_function.equal(named)
+        torch.testing.assert_close(written, named.detach())
         finite = of_function.where(of_function.isfinite(), 0.0)
         gradients.append(torch.autograd.grad(finite.sin().sum(), leaf)[0].nan_to_num())
         values.append(of_function.detach())

@@ -455,3 +455,29 @@ def test_draws_of_chains_that_moved_have_the_moments_of_the_mode(monkeypatch):
     error = 1 / math.sqrt(32 * 300 / 2)
     assert draws.mean((0, 1)).abs().max() < 5 * error
     assert (draws.var((0, 1)) - 1).abs().max() < 5 * math.sqrt(2) * error
+
+
+def test_chains_of_which_none_moves_have_no_bounds_and_stay(generator):
+    """In coordinates that stand still in some chain, or at infinite energies."""
+    density = two_modes(-20.0, 1.0)
+    mode = torch.tensor([1] * 3 + [0] * 17)
+    draws = density.draws(mode, 50)
+    stuck = draws[:1].expand_as(draws)
+    assert negligible(density, stuck, generator) == [False] * 20
+    each_in_one = draws.clone()
+    each_in_one[..., 0] = draws[0, :, 0]
+    each_in_one[:, :10, 0] = draws[:, :10, 0]
+    each_in_one[:, :10, 1] = draws[0, :10, 1]
+    assert negligible(density, each_in_one, generator) == [False] * 20
+
+
+def test_a_run_in_which_no_chain_ever_moves_ends():
+    def model():
+        pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    kernel = HMC(model, step_size=1e4, num_steps=3, adapt_step_size=False)
+    with pytest.warns(RuntimeWarning):
+        posterior = sample(
+            kernel, num_chains=16, num_samples=4, engine="eager", progress=False
+        )
+    assert posterior.num_samples == 4

@@ -13,12 +13,15 @@ from pyro_symmetric.mcmc.stopping import (
     CHECKS,
     EFFECTIVE,
     MOST_DRAWS,
+    MOST_ENTRIES,
     R_HAT,
+    judge,
     precision,
 )
 from pyro_symmetric.mcmc.tasks import cut
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import FROM_ABOVE, Posterior
+from pyro_symmetric.posterior.statistics import evenly_spaced
 
 from .conftest import Killed, assert_same_draws
 
@@ -108,7 +111,7 @@ def test_labels_that_switch_are_modulo_symmetry(monkeypatch):
     words = posterior.metadata["ended"]
     assert "were enough: modulo symmetry at least" in words
     assert "as drawn at most" in words
-    assert posterior.metadata["suffices"]
+    assert posterior.metadata["agrees"]
 
 
 @pytest.mark.filterwarnings("ignore:the chains disagree:RuntimeWarning")
@@ -213,3 +216,22 @@ def test_a_chain_that_never_moves_is_never_enough(entries):
     fixed[..., 1] = 0.5  # in all chains: an entry that can't move
     fixed[5] = fixed[4]
     assert precision([fixed[:5]]).suffices
+
+
+def test_an_entry_that_no_check_of_the_run_saw_may_disagree(monkeypatch):
+    """Of 300 entries 128 are seen while a run goes on; another one moves apart. So the
+    chains aren't known to agree modulo symmetry, and the warning looks at all."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    draws = torch.randn(16, 200, 300, generator=generator, device="cpu")
+    label = torch.randn(16, 200, 1, generator=generator, device="cpu")
+    energy = torch.randn(16, 200, generator=generator, device="cpu")
+    in_copies = label + 10 * (torch.arange(16, device="cpu") < 8)[:, None, None]
+    unseen = min({*range(300)} - {*evenly_spaced(300, MOST_ENTRIES).tolist()})
+    draws[:8, :, unseen] += 5.0
+    for sites, agrees in (({"x": draws}, False), ({}, True)):
+        aligned = {**sites, "label": label}
+        monkeypatch.setitem(FROM_ABOVE, "modulo", lambda _, aligned=aligned: aligned)
+        drawn = {**sites, "label": in_copies}
+        found = judge(Posterior(drawn, statistics={"lp": energy}, kind="chains"))
+        assert found.precision.suffices
+        assert found.agrees == agrees

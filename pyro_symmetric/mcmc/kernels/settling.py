@@ -138,6 +138,8 @@ class ModeMasses:
         assert self.recent is not None
         moves = self._moves()
         chains = self._explores(moves)[:CHAINS].nonzero()[:, 0]
+        if not len(chains):
+            return self.recent.mean.new_empty(0)
         covariance = torch.diag_embed(self.recent.variances[chains][:, moves])
         mean = self.recent.mean[chains]
         bounds = _evidence_bound(energies, mean, covariance, moves, generator)
