@@ -294,7 +294,7 @@ def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypa
     rates = torch.tensor([0.0, 1.0, 2.0, 5.0])
 
     def evaluated(model, **options) -> bool:
-        """Whether programs were compiled; energies are right in any case."""
+        """Tell whether programs were compiled; energies are right in any case."""
         before = len(programs)
         density = Density(model, (rates,), engine="compiled", **options)
         z = positions(density, 16)
