@@ -17,6 +17,12 @@ from pyro_symmetric.distributions.random_matchings import (
     doubly_stochastic,
     draw_matchings,
 )
+from pyro_symmetric.distributions.unit_densities import (
+    Level,
+    Product,
+    multiplied,
+    refined,
+)
 
 
 def drawn(
@@ -181,3 +187,24 @@ def test_its_gradient_is_the_probability_of_each_match() -> None:
     other = torch.autograd.grad(summed(scores), scores)[0]
     torch.testing.assert_close(gradient, other)
     torch.testing.assert_close(gradient.sum(0), torch.ones(5, dtype=torch.float64))
+
+
+def test_no_place_is_certain_of_what_depends_on_an_expectation():
+    """Then all units keep a chance, though the draw's own are by far the best. Where
+    rounding matters, as in huge densities, the next level decides.
+    """
+    product = multiplied(100 * torch.eye(3)[None], [torch.eye(3)[None]])
+    levels = [Level(torch.float32), Level(torch.float64)]
+    asked = []
+
+    def products(level: Level) -> list[Product]:
+        asked.append(level)
+        return [product]
+
+    assert refined(products, levels, permuted=True).certain.all()
+    assert not refined(products, levels, permuted=True, expected=True).certain.any()
+    assert asked == [levels[0]] * 2
+    product = multiplied(1e9 * torch.eye(3)[None], [torch.eye(3)[None]])
+    asked.clear()
+    refined(products, levels, permuted=True, expected=True)
+    assert asked == levels

@@ -28,7 +28,11 @@ from pyro_symmetric.distributions import (
     usual_estimator,
 )
 from pyro_symmetric.distributions.estimators import log_mean_exp
-from pyro_symmetric.distributions.rotations import log_rotation_weights, plan
+from pyro_symmetric.distributions.rotations import (
+    log_rotation_weights,
+    plan,
+    rotation_remarks,
+)
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
 ROTATE = frozenset({"rotate"})
@@ -370,6 +374,26 @@ def test_what_is_not_averaged_over_rotations_is_said():
 def bilinear(data: Tensor) -> None:
     w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
     pyro.sample("y", dist.Normal(w @ w.mT, 2.0).to_event(2), obs=data)
+
+
+@pytest.mark.parametrize("signal", [0.0, 5.0])
+def test_effective_proposals_are_those_of_the_weights(signal):
+    """Kish's number, a mean over draws: all, 17 of 17, where turning changes nothing,
+    and few where the proposal that is the draw itself outweighs the others.
+    """
+    torch.manual_seed(0)
+    loc = signal * torch.randn(6, dtype=torch.float64)
+    base, action = independent(loc, torch.ones(6).double()), factors(3, 2)
+    value = base.sample((8,))
+    estimator = RotationImportance(16)
+    torch.manual_seed(1)
+    (line,) = rotation_remarks(estimator, base, action, value)
+    torch.manual_seed(1)
+    (part,) = plan(base, action).parts
+    weights = log_rotation_weights(base, part, value, 16)[..., 0, 0, 0].exp()
+    effective = (weights.sum(0).square() / weights.square().sum(0)).mean()
+    assert f": {float(effective):.1f} of 17 proposals are effective" in line
+    assert (abs(float(effective) - 17) < 1e-6) == (signal == 0.0)
 
 
 def test_evidence_is_averaged_over_rotations():
