@@ -29,7 +29,7 @@ def assign(scores: Tensor) -> Tensor:
     the solver holds the interpreter for small problems and is bound by memory for large
     ones.
 
-    :param scores: ``(..., n, n)``, finite.
+    :param scores: ``(..., n, n)``, finite, as 0 times infinity is NaN.
     :return: LongTensor ``(..., n)``.
     """
     n = scores.shape[-1]

@@ -466,6 +466,7 @@ class _Rounds:
         :param fresh: whether to try a forward start besides the present element.
         """
         total = map_values(lambda value: value.sum(1, keepdim=True), self._present)
+        # in any case, so that random numbers are the same
         order = torch.randperm(self._count, device="cpu")
         for rows in order.split(1) if left_out else self._chunks:
             remaining = (

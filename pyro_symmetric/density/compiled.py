@@ -5,8 +5,10 @@ A kernel writes a part of its step as a function of tensors, and
 :func:`~pyro_symmetric.density.density.fused` calls it.
 With this engine the function is traced through Pyro, ``torch.func.vmap`` and autograd,
 once for each number of chains, and the resulting graph is compiled by PyTorch into a
-few loops. PyTorch caches compiled programs on disk, so that the next process loads them
-in a few seconds.
+few loops. From 16 chains on the model is traced once, with the chains last
+(:mod:`~pyro_symmetric.density.lanes`), and its programs serve later calls with an equal
+model and equal data. PyTorch caches compiled programs on disk, so that the next process
+loads them in a few seconds.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from pyro_symmetric.density.traced import TracedTarget
 
 # for which compiling, about 9 s, pays: an eager evaluation takes 2.5 ms or more
 MIN_EVALUATIONS = 3500
-# energies whose programs serve another call with an equal model and equal data
-RECENT = deque[ChainsLast](maxlen=4)
+# the last models that were traced with the chains last
+RECENT_LANES = deque[ChainsLast](maxlen=4)
 MIN_LANES = 16  # chains from which innermost loops over chains are faster
 # With one thread PyTorch starts no worker processes. It detects vector instructions by
 # compiling and loading test programs, which takes as long as all else; those of x86 are
@@ -122,22 +124,21 @@ class Compiled:
         structure = flatten(inputs, flat)
         if self._has_lanes and len(flat[0]) >= MIN_LANES and not flat[0].is_cuda:
             try:
-                return self._run_last(function, structure, flat, count)
+                lanes = self._lanes_at(flat[0][0])
+                return self._run(lanes, function, (), structure, flat, count)
             except Unavailable:
                 self._has_lanes = False
                 self._lanes = None
         evaluate = self._evaluation(names)
-        return self._run(evaluate, function, names, structure, flat, {}, count)
+        return self._run(evaluate, function, names, structure, flat, count)
 
-    def _run_last(
-        self, function: Function, structure: Any, flat: list[Tensor], count: int
-    ) -> Any:
-        """Run the program with the chains last."""
-        if self._lanes is None:
+    def _lanes_at(self, z: Tensor) -> ChainsLast:
+        """Return the evaluation with the chains last, traced at a position ``(D,)``."""
+        lanes = self._lanes
+        if lanes is None:
             with self._lock:
-                self._lanes = self._lanes or self._traced_lanes(flat[0][0])
-        programs = self._lanes.programs
-        return self._run(self._lanes, function, (), structure, flat, programs, count)
+                lanes = self._lanes = self._lanes or self._traced_lanes(z)
+        return lanes
 
     def _traced_lanes(self, z: Tensor) -> ChainsLast:
         try:
@@ -146,11 +147,11 @@ class Compiled:
         # the model's code, operators and their rules may raise anything
         except Exception as error:
             raise Unavailable(str(error)) from error
-        for recent in tuple(RECENT):
+        for recent in tuple(RECENT_LANES):
             if recent.is_same(lanes):
                 return recent
-        if lanes.is_complete:
-            RECENT.append(lanes)
+        if lanes.is_comparable:
+            RECENT_LANES.append(lanes)
         return lanes
 
     def _run(
@@ -160,29 +161,29 @@ class Compiled:
         names: Names,
         structure: Any,
         flat: list[Tensor],
-        known: dict[Args, Program],
         count: int,
     ) -> Any:
-        """Run a program: this density's, one that is known, or one that is compiled."""
-        # Programs rely on the strides of their inputs.
-        arranged = _chains_last if evaluate is self._lanes else Tensor.contiguous
+        """Run a program: this density's, one of an equal density, or a new one."""
+        shared = getattr(evaluate, "programs", None)  # of chains last
+        # programs rely on the strides of their inputs
+        arranged = Tensor.contiguous if shared is None else _chains_last
         inputs = [arranged(value) for value in flat]
         shapes = [(value.shape, value.dtype) for value in inputs]
-        key = (function, names, structure, *shapes)
+        key = (arranged, function, names, structure, *shapes)
         with self._lock:
             cached = self._programs.get(key)
-            program = cached or known.get(key)
+            program = cached or (shared or {}).get(key)
             if program is None:
                 examples = [value.detach() for value in inputs]
                 program = self._compile(evaluate, function, structure, examples)
-                known[key] = program
+            if shared is not None:
+                shared[key] = program
         with torch.no_grad():
             results = program.function(*inputs)
             for _ in range(count - 1):
                 following = [arranged(_copied_on_gpu(value)) for value in results]
                 results = program.function(*following, *inputs[len(results) :])
-            results = map(_copied_on_gpu, results)
-            result = unflatten(program.results, results)
+            result = unflatten(program.results, map(_copied_on_gpu, results))
         if cached is None:
             if function is _evaluate:
                 self._require_same(result, names, *flat)

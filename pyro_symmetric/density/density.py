@@ -34,7 +34,7 @@ from pyro_symmetric.density.eager import (
     in_chunks,
     same_evaluation,
 )
-from pyro_symmetric.density.graphs import most_numbers
+from pyro_symmetric.density.graphs import largest_size
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.errors import first_line
@@ -335,9 +335,10 @@ class Density:
                 )
         is_tiled = getattr(self.fast, "tiles", None) is not None
         if self.chain_chunk is None and self.device.type == "cpu" and not is_tiled:
-            # Those of a network's chain are taken to be as large as its data.
+            # Results of a network's chain aren't measured; they are taken to be as
+            # large as its data.
             data = (self.target.args, self.target.kwargs)
-            numbers = max(self.dim, most_numbers(data), self._largest_result)
+            numbers = max(self.dim, largest_size(data), self._largest_result)
             chains = CACHE_BYTES // (numbers * self.dtype.itemsize)
             self.chain_chunk = 2 ** int(math.log2(max(1, chains)))
         if engine == "compiled" and not self.engine_reason:
@@ -366,14 +367,15 @@ class Density:
         target.one_by_one = "not known yet"
         generator_state = torch.get_rng_state()
         try:
-            with _ResultSizes() as sizes:  # of one chain after another
+            # not mapped yet, so that results are those of one chain
+            with _LargestResult() as results:
                 unmapped = evaluate(z, rows)
         except RuntimeError as error:
             raise ValueError(
                 "the model's density, or its gradient, can't be evaluated: "
                 f"{first_line(error)}"
             ) from error
-        self._largest_result = sizes.largest
+        self._largest_result = results.size
         # A model whose sites all have values draws no numbers, except for sites that
         # it hides; a discrete one seldom shows in the density.
         if not torch.equal(generator_state, torch.get_rng_state()):
@@ -435,10 +437,7 @@ def fused(density: Any, function: Function, *inputs: Any) -> Any:
         shape ``(C, D)``.
     :return: a tensor, or tuples and dataclasses of tensors.
     """
-    z = inputs[0]
-    while not isinstance(z, Tensor):
-        z = z[0]
-    if compiles(density) and len(z) <= density.fast.most_chains:
+    if _have_program(density, inputs):
         try:
             return density.fast.run(function, *inputs)
         except Unavailable as error:
@@ -450,21 +449,31 @@ def fused(density: Any, function: Function, *inputs: Any) -> Any:
 
 
 def iterated(
-    density: Any, function: Function, count: int, start: Any, *inputs: Any
+    density: Any, function: Function, count: int, point: Any, *inputs: Any
 ) -> Any:
-    """Apply a function of :func:`fused` to its own result ``count`` times, at least
-    once; ``start`` is its first input.
+    """Apply a function ``count`` times, at least once, as :func:`fused` does, each time
+    to its last result; at first to ``point``.
     """
-    if compiles(density) and len(start[0]) <= density.fast.most_chains:
+    if _have_program(density, (point, *inputs)):
         try:
-            return density.fast.run(function, start, *inputs, count=count)
+            return density.fast.run(function, point, *inputs, count=count)
         except Unavailable as error:
             density.give_up(error)
         except RuntimeError:  # a singular matrix of one chain, at one of the steps
             pass
     for _ in range(count):
-        start = fused(density, function, start, *inputs)
-    return start
+        point = fused(density, function, point, *inputs)
+    return point
+
+
+def _have_program(density: Any, inputs: Any) -> bool:
+    """Return whether programs are compiled for inputs, of which the first tensor has
+    shape ``(C, D)``.
+    """
+    z = inputs
+    while not isinstance(z, Tensor):
+        z = z[0]
+    return compiles(density) and len(z) <= density.fast.most_chains
 
 
 def compiles(density: Any) -> bool:
@@ -491,18 +500,18 @@ def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
     return energy, gradient
 
 
-class _ResultSizes(TorchDispatchMode):
-    """Record of the largest result of an operator."""
+class _LargestResult(TorchDispatchMode):
+    """Mode that records how many numbers an operator's largest result holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.size = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.largest = max(self.largest, most_numbers(result))
+        self.size = max(self.size, largest_size(result))
         return result
 
 

@@ -93,31 +93,24 @@ class Eager:
 
         :raises torch.linalg.LinAlgError: if a matrix of a chain is singular.
         """
-        return self._differentiated(z, lambda w: self.target.log_joint(w, rows))
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            energy = self._energy(leaf, lambda w: self.target.log_joint(w, rows))
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
 
     def raw_of_one(self, z: Tensor) -> Evaluation:
         """Evaluate one chain, ``(D,)``, of a Pyro model without mapping it, by
         transforms that can be traced.
         """
         target: Any = self.target
-
-        def energy_of(position: Tensor) -> Tensor:
-            weights, log_det = self.layout.constrain_with_log_det(position)
-            log_joint: Tensor = target.log_joint_of_one(weights)
-            return -(log_joint + log_det).to(z.dtype)
-
+        energy_of = functools.partial(self._energy, log_joint=target.log_joint_of_one)
         gradient, energy = torch.func.grad_and_value(energy_of)(z)
         return energy, gradient
 
-    def _differentiated(
-        self, z: Tensor, log_joint: Callable[[Weights], Tensor]
-    ) -> Evaluation:
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            weights, log_det = self.layout.constrain_with_log_det(leaf)
-            # a model may use double precision
-            energy = -(log_joint(weights) + log_det).to(z.dtype)
-            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+    def _energy(self, z: Tensor, log_joint: Callable[[Weights], Tensor]) -> Tensor:
+        weights, log_det = self.layout.constrain_with_log_det(z)
+        # a model may use double precision
+        return -(log_joint(weights) + log_det).to(z.dtype)
 
 
 # evaluations --------------------------------------------------------------------------

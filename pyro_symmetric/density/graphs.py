@@ -33,15 +33,14 @@ def graph_of(
         return make_fx(function, decomposition_table=decompositions)(*inputs)
 
 
-def most_numbers(nested: Any) -> int:
-    """Return the numbers of the largest tensor in a nested value; those that are
-    repeated along an axis count once.
-    """
+def largest_size(nested: Any) -> int:
+    """Return how many numbers the largest tensor in a nested value holds."""
     tensors = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
-    return max(map(_numbers, tensors), default=0)
+    return max(map(num_stored, tensors), default=0)
 
 
-def _numbers(value: Tensor) -> int:
+def num_stored(value: Tensor) -> int:
+    """Return how many numbers a tensor holds, of those repeated along an axis one."""
     if value.layout is not torch.strided or value.is_nested:
         return value.numel()
     axes = zip(value.shape, value.stride(), strict=True)

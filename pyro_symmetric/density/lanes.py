@@ -31,13 +31,14 @@ from pyro_symmetric.density.eager import (
     Unavailable,
     despite_singular,
 )
-from pyro_symmetric.density.graphs import graph_of, most_numbers
+from pyro_symmetric.density.graphs import graph_of, largest_size, num_stored
 from pyro_symmetric.density.special_functions import SharedExponentials
 from pyro_symmetric.weights import map_values
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
+MOST_REMEMBERED = 2**20  # numbers of all constants, for programs to serve later calls
 LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
 
@@ -87,7 +88,7 @@ class ChainsLast:
 
     :param z: position of a chain, ``(D,)``.
     :ivar constants: results of the graph's nodes that don't depend on the position.
-    :ivar is_complete: whether the graph's code and its constants, which are copies,
+    :ivar is_comparable: whether the graph's code and its constants, which are copies,
         determine what it computes.
     :ivar programs: compiled of it, by the functions and shapes that they are for.
     :raises Unavailable: if the model factors large matrices of each chain, which takes
@@ -100,15 +101,15 @@ class ChainsLast:
             self.graph = _graph_of_one_chain(eager, z)
             if any(_factors_large_matrix(node) for node in self.graph.graph.nodes):
                 raise Unavailable("it factors large matrices")
-            is_small = _has_few_constants(self.graph)
+            is_small = _holds_small_tensors(self.graph)
             self.constants = _constants(self.graph, copies=is_small)
-        numbers = sum(map(most_numbers, self._constant_leaves))
-        self.is_complete = is_small and numbers <= LARGEST_CONSTANT
+        numbers = sum(map(largest_size, self._constant_leaves))
+        self.is_comparable = is_small and numbers <= MOST_REMEMBERED
         self.programs: dict[Args, Any] = {}
 
     def is_same(self, other: ChainsLast) -> bool:
-        """Return whether both surely compute the same."""
-        if not (self.is_complete and other.is_complete):
+        """Return whether both are known to compute the same."""
+        if not (self.is_comparable and other.is_comparable):
             return False
         if self._description != other._description:
             return False
@@ -167,13 +168,13 @@ def _factors_large_matrix(node: fx.Node) -> bool:
     )
 
 
-def _has_few_constants(graph: fx.GraphModule) -> bool:
-    """Return whether a graph holds tensors only, of few numbers."""
+def _holds_small_tensors(graph: fx.GraphModule) -> bool:
+    """Return whether all that a graph holds is tensors, small enough to copy."""
     nodes = graph.graph.find_nodes(op="get_attr")
     values = [getattr(graph, node.target) for node in nodes]
     if not all(isinstance(value, Tensor) for value in values):
         return False
-    return sum(map(most_numbers, values)) <= LARGEST_CONSTANT
+    return sum(map(num_stored, values)) <= MOST_REMEMBERED
 
 
 def _constants(graph: fx.GraphModule, copies: bool) -> dict[fx.Node, Callable[[], Any]]:

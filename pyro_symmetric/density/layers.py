@@ -122,9 +122,10 @@ class Layers:
         energy = energy.add_(prior.constant)
         gradient.addcmul_(centred, prior.precision)
         noise = prior.noise_precision * (2 * log_noise).exp()
-        by_noise = (prior.num_targets - 1) * log_noise + 0.5 * noise
+        # (C, 0), of sum 0, if the scale is known
+        noise_energy = (prior.num_targets - 1) * log_noise + 0.5 * noise
         slope = prior.num_targets - 1 + noise - 2 * misfit[:, None]
-        return energy + by_noise.sum(1), torch.cat([gradient, slope], 1)
+        return energy + noise_energy.sum(1), torch.cat([gradient, slope], 1)
 
 
 class Layer(NamedTuple):
@@ -143,7 +144,7 @@ class Prior(NamedTuple):
     """Normal priors of the weights, and the half-normal one of the noise scale, the
     exponential of the last coordinate, if that is learnt.
 
-    :param loc: ``(W,)``; ``precision`` likewise.
+    :param loc: ``(W,)``; ``precision`` likewise. Arrays in :class:`Tiles`.
     :param constant: of the energy.
     :param num_targets: normal targets, over the likelihood's temperature.
     :param noise_precision: precision of the noise or, if its scale is learnt, of the
@@ -215,15 +216,15 @@ def prior_of(target: NetworkTarget, problem: Problem) -> Prior:
     constant = float(scale.double().log().sum()) + (count + len(loc)) * HALF_LOG_2PI
     noise_precision = 1.0  # of labels
     if isinstance(likelihood, GaussianLikelihood):
-        noise = likelihood.scale
-        if noise is None:
+        noise_scale = likelihood.scale
+        if noise_scale is None:
             # half-normal prior of the noise scale, the exponential of the last
             # coordinate
-            noise = likelihood.prior_scale
-            constant += math.log(noise / 2) + HALF_LOG_2PI
+            noise_scale = likelihood.prior_scale
+            constant += math.log(noise_scale / 2) + HALF_LOG_2PI
         else:
-            constant += count * math.log(noise)
-        noise_precision = noise**-2
+            constant += count * math.log(noise_scale)
+        noise_precision = noise_scale**-2
     return Prior(loc, scale**-2, constant, count, float(noise_precision))
 
 

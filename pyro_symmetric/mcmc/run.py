@@ -396,7 +396,7 @@ def restart(
     density: Density,
 ) -> tuple[RunState, State]:
     """Restart chains in negligible modes at the positions of others, with those chains'
-    histories, if the kernel does so after this iteration and warm-up goes on.
+    histories, if ``kernel.restarts`` names this iteration and warm-up goes on.
     """
     done = run_state.iteration + 1
     checks = [time for time in kernel.restarts if done <= time < run_state.num_warmup]

@@ -196,7 +196,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     * **Many chains**, as long as two of the largest intermediate results fit into the
       cache and the draws into memory: there, an evaluation of 64 chains costs little
       more than one of 4, and all of them inform warm-up. Of larger models 16 or 32
-      chains have as many effective draws a second as 64, and enough of them sooner.
+      chains have as many effective draws a second as 64, and enough of them sooner;
+      of the largest even fewer fit.
       Compiled networks are evaluated chain by chain and gain from many chains only in
       warm-up.
     * **AdaptiveHMC** for 4 chains or more, of networks 8, which it moves in step; NUTS
@@ -207,6 +208,7 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     """
     density = settings.build_density()
     chunk = density.chain_chunk or 2 * MAX_CHAINS
+    # two results of all chains fit, but for 16 chains one is enough
     in_cache = max(chunk // 2, min(chunk, ENOUGH_CHAINS))
     limits = {
         "as many as pay": MAX_NETWORK_CHAINS if density.is_network else MAX_CHAINS,
@@ -273,10 +275,10 @@ def _failures(posterior: Posterior, settings: Settings) -> list[Check]:
     )
     without_weights = [check for check in failures if check.name != "weights"]
     # chains may be in different copies of a mode
-    if without_weights != failures and (
-        posterior.metadata.get("agrees") or FROM_ABOVE["agree"](posterior)
-    ):
-        failures = without_weights
+    if without_weights != failures:
+        agree = posterior.metadata.get("agree_modulo_symmetry")
+        if agree or FROM_ABOVE["agree"](posterior):
+            failures = without_weights
     # a chain may never move although its acceptance rate is fine
     if latent and not failures:
         moves = moving(latent)

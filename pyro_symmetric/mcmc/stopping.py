@@ -96,16 +96,19 @@ def precision(values: Iterable[Tensor]) -> Precision:
 class Finding(NamedTuple):
     """Precision of draws, in words too.
 
-    :param agrees: whether chains are known to agree modulo symmetry, in each entry.
+    :param agree_modulo_symmetry: whether chains are known to, in each entry.
     """
 
     precision: Precision
     words: str
-    agrees: bool
+    agree_modulo_symmetry: bool
 
     def metadata(self) -> Json:
         """Return the entries of a posterior's metadata."""
-        return {"ended": self.words, "agrees": self.agrees}
+        entries: Json = {"ended": self.words}
+        if self.agree_modulo_symmetry:
+            entries["agree_modulo_symmetry"] = True
+        return entries
 
 
 def judge(posterior: Posterior) -> Finding:
@@ -116,7 +119,7 @@ def judge(posterior: Posterior) -> Finding:
     density = [statistics["lp"]] if "lp" in statistics else []
     result = drawn = precision([*density, *posterior.samples.values()])
     words = str(drawn)
-    agrees = False
+    agree = False
     if not drawn.suffices and precision(density).suffices:
         total = posterior.num_chains * posterior.num_samples
         thinned = posterior.thin(-(-total // MOST_ALIGNED))
@@ -127,9 +130,9 @@ def judge(posterior: Posterior) -> Finding:
             words = f"modulo symmetry {result}; as drawn {drawn}"
             shapes = posterior.site_shapes.values()
             sees_all = all(shape.numel() <= MOST_ENTRIES for shape in shapes)
-            agrees = sees_all and result.suffices
+            agree = sees_all and result.suffices
     verdict = f"too few for {EFFECTIVE:,.0f} effective ones and R-hat {R_HAT}"
     if result.suffices:
         verdict = "enough"
     draws = f"{posterior.num_samples:,} draws of each chain"
-    return Finding(result, f"{draws} were {verdict}: {words}", agrees)
+    return Finding(result, f"{draws} were {verdict}: {words}", agree)

@@ -241,21 +241,21 @@ def test_a_model_that_cannot_be_traced_so_is_compiled_with_the_chains_first(
     assert not density.fast._has_lanes
 
 
-def counts_of(rates: Tensor) -> None:
+def counts_of(counts: Tensor) -> None:
     """Constants of the data are computed in advance, such as ``lgamma(y + 1)``."""
     level = pyro.sample("level", dist.Normal(0.0, 1.0))
-    offset = pyro.sample("offset", dist.Normal(0.0, 1.0))
-    with pyro.plate("rows", len(rates)):
-        rate = (level + offset * rates).exp()
-        pyro.sample("y", dist.Poisson(rate, validate_args=False), obs=rates)
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(counts)):
+        rate = (level + slope * counts).exp()
+        pyro.sample("y", dist.Poisson(rate), obs=counts)
 
 
 @needs_compiler
 def test_programs_of_a_model_whose_parameters_train_are_those_of_each_step(monkeypatch):
-    """They hold the chains last, and aren't remembered beyond the last four, nor are
+    """They hold the chains last. Those of the last models are remembered, but not of
     large data.
     """
-    monkeypatch.setattr("pyro_symmetric.density.compiled.RECENT", deque(maxlen=4))
+    monkeypatch.setattr("pyro_symmetric.density.compiled.RECENT_LANES", deque(maxlen=4))
     slope = nn.Linear(3, 1)
 
     def model() -> None:
@@ -270,12 +270,12 @@ def test_programs_of_a_model_whose_parameters_train_are_those_of_each_step(monke
         found = density.energy_and_gradient(z)
         assert density.fast._lanes is not None
         assert same_evaluation(found, density.without_compiling(z))
-    assert len(compiled.RECENT) == 3
-    monkeypatch.setattr("pyro_symmetric.density.lanes.LARGEST_CONSTANT", 8)
+    assert len(compiled.RECENT_LANES) == 3
+    monkeypatch.setattr("pyro_symmetric.density.lanes.MOST_REMEMBERED", 8)
     density = Density(model, engine="compiled")
     density.energy_and_gradient(z)
     assert density.fast._lanes is not None
-    assert len(compiled.RECENT) == 3
+    assert len(compiled.RECENT_LANES) == 3
 
 
 @needs_compiler
@@ -283,6 +283,7 @@ def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypa
     """Data that changed in place, and a change of the model or of the precision, are
     compiled anew; programs of data that were there before are right again.
     """
+    monkeypatch.setattr("pyro_symmetric.density.compiled.RECENT_LANES", deque(maxlen=4))
     programs = []
     original = Compiled._compile
 
@@ -291,30 +292,30 @@ def test_programs_serve_a_later_call_with_an_equal_model_and_equal_data(monkeypa
         return original(self, *arguments)
 
     monkeypatch.setattr(Compiled, "_compile", counting)
-    rates = torch.tensor([0.0, 1.0, 2.0, 5.0])
+    counts = torch.tensor([0.0, 1.0, 2.0, 5.0])
 
-    def evaluated(model, **options) -> bool:
+    def compiles_anew(model, **options) -> bool:
         """Tell whether programs were compiled; energies are right in any case."""
         before = len(programs)
-        density = Density(model, (rates,), engine="compiled", **options)
+        density = Density(model, (counts,), engine="compiled", **options)
         z = positions(density, 16)
         found = density.energy_and_gradient(z)
         assert density.fast._lanes is not None
-        exact = Density(model, (rates,), engine="eager").energy_and_gradient(z.float())
+        exact = Density(model, (counts,), engine="eager").energy_and_gradient(z.float())
         torch.testing.assert_close(found[0].float(), exact[0], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(found[1].float(), exact[1], rtol=1e-4, atol=1e-4)
         return len(programs) > before
 
-    def with_another_prior(rates):
+    def scaled_model(counts):
         with pyro.poutine.scale(scale=2.0):
-            counts_of(rates)
+            counts_of(counts)
 
-    assert evaluated(counts_of)
-    assert not evaluated(counts_of)
-    rates += 1
-    assert evaluated(counts_of)
-    rates -= 1
-    assert not evaluated(counts_of)
-    assert evaluated(with_another_prior)
-    assert evaluated(counts_of, dtype=torch.float64)
-    assert not evaluated(counts_of)
+    assert compiles_anew(counts_of)
+    assert not compiles_anew(counts_of)
+    counts += 1
+    assert compiles_anew(counts_of)
+    counts -= 1
+    assert not compiles_anew(counts_of)
+    assert compiles_anew(scaled_model)
+    assert compiles_anew(counts_of, dtype=torch.float64)
+    assert not compiles_anew(counts_of)

@@ -190,8 +190,8 @@ def test_its_gradient_is_the_probability_of_each_match() -> None:
 
 
 def test_no_place_is_certain_of_what_depends_on_an_expectation():
-    """Then all units keep a chance, though the draw's own are by far the best. Where
-    rounding matters, as in huge densities, the next level decides.
+    """Then all units keep a chance, though the draw's own are by far the best. The next
+    level decides if rounding matters, as in huge densities.
     """
     product = multiplied(100 * torch.eye(3)[None], [torch.eye(3)[None]])
     levels = [Level(torch.float32), Level(torch.float64)]

@@ -189,7 +189,9 @@ def test_a_single_chain_learns_no_length():
 def test_the_length_moves_slowly_to_one_bin_beyond_the_best_below_a_limit(
     best, highest, expected, average, monkeypatch
 ):
-    """The average starts with the best, and keeps below the limit. Logarithms."""
+    """The average starts with the best, and keeps below the limit. All numbers are
+    logarithms.
+    """
     best, highest = torch.tensor([best, highest], dtype=torch.float64)
     monkeypatch.setattr(TrajectoryLength, "best_log_length", lambda _: best)
     found = TrajectoryLength.start(math.e, torch.zeros(2, 1)).update(highest)

@@ -40,7 +40,6 @@ MASSES = {
         torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64),
     ),
 }
-
 each_mass = pytest.mark.parametrize("mass", MASSES.values(), ids=list(MASSES))
 
 
@@ -175,7 +174,7 @@ def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(
     """Of three steps of the plain leapfrog method with the same momenta. The energy is
     that of trajectories, momenta included."""
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
-    density.engine = engine
+    density.engine = engine  # loops, if it is "layers"
     kernel = HMC(None, step_size=1.7)
     state = kernel.init(density, density.sample(50), 0, generator)
     momentum = normal(state.z, state.generator.clone_state())
@@ -207,8 +206,8 @@ def test_statistics_of_an_iteration_are_those_of_the_point_that_is_kept(
 def test_loops_follow_the_trajectories_of_tensors(dtype, chains):
     """Of step sizes, and variances, of each chain; a step size of 0 stays. The start
     isn't changed."""
-    density = GaussianPotential(torch.linspace(0.5, 2, 5, dtype=torch.float64))
-    density = ToyPotential(partial(_in_double, density.energy))
+    gaussian = GaussianPotential(torch.linspace(0.5, 2, 5, dtype=torch.float64))
+    density = ToyPotential(partial(_in_double, gaussian.energy))
     z, momentum = torch.randn(2, chains, 5, dtype=dtype)
     variance = torch.rand(chains, 5, dtype=dtype) + 0.5
     step_size = torch.tensor([0.1, 0.0, 0.3], dtype=dtype)[:chains]
@@ -219,7 +218,7 @@ def test_loops_follow_the_trajectories_of_tensors(dtype, chains):
         expected = leapfrog(
             density.energy_and_gradient, expected, step_size[:, None], Mass(variance)
         )
-    found = loops.follow(density, first, step_size, Mass(variance), 7)
+    found = loops.leapfrog_trajectory(density, first, step_size, Mass(variance), 7)
     rounding = 1e-12 if dtype == torch.float64 else 1e-4
     for value, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(value, exact, rtol=rounding, atol=rounding)

@@ -457,18 +457,18 @@ def test_draws_of_chains_that_moved_have_the_moments_of_the_mode(monkeypatch):
     assert (draws.var((0, 1)) - 1).abs().max() < 5 * math.sqrt(2) * error
 
 
-def test_chains_of_which_none_moves_have_no_bounds_and_stay(generator):
-    """In coordinates that stand still in some chain, or at infinite energies."""
+def test_chains_of_which_each_stands_still_in_a_coordinate_stay(generator):
+    """In all of them, or in one that moves in others: no bounds are known."""
     density = two_modes(-20.0, 1.0)
     mode = torch.tensor([1] * 3 + [0] * 17)
     draws = density.draws(mode, 50)
     stuck = draws[:1].expand_as(draws)
     assert negligible(density, stuck, generator) == [False] * 20
-    each_in_one = draws.clone()
-    each_in_one[..., 0] = draws[0, :, 0]
-    each_in_one[:, :10, 0] = draws[:, :10, 0]
-    each_in_one[:, :10, 1] = draws[0, :10, 1]
-    assert negligible(density, each_in_one, generator) == [False] * 20
+    still_in_one = draws.clone()
+    still_in_one[..., 0] = draws[0, :, 0]
+    still_in_one[:, :10, 0] = draws[:, :10, 0]
+    still_in_one[:, :10, 1] = draws[0, :10, 1]
+    assert negligible(density, still_in_one, generator) == [False] * 20
 
 
 def test_a_run_in_which_no_chain_ever_moves_ends():

@@ -223,9 +223,9 @@ class TunedKernel(Kernel):
         return state
 
     def energies(self, density: Density, state: State, z: Tensor) -> Tensor:
-        # by the program of all chains, which iterations have
-        rows = torch.arange(len(state.z), device=z.device) % len(z)
-        positions = z.to(state.z)[rows]
+        # Positions repeat, so that the program of all chains serves.
+        repeated = torch.arange(len(state.z), device=z.device) % len(z)
+        positions = z.to(state.z)[repeated]
         point = evaluated_at_rest(
             self._for_trials(density), positions, state.tuning.mass
         )

@@ -135,11 +135,11 @@ def hmc_step(density: Density, state: State, num_steps: int) -> State:
 def _trajectory(
     density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
 ) -> PhasePoint:
-    """Take leapfrog steps of sizes ``(C,)``; return the end points."""
+    """Take leapfrog steps of sizes ``(C,)``, by loops or programs; return the ends."""
     if runs_in_loops(density, start.z, mass):
         from pyro_symmetric.mcmc.kernels import loops  # slow to import
 
-        return loops.follow(density, start, step_size, mass, num_steps)
+        return loops.leapfrog_trajectory(density, start, step_size, mass, num_steps)
     return iterated(density, leapfrog, num_steps, start, step_size[:, None], mass)
 
 

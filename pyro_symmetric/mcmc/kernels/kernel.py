@@ -199,8 +199,8 @@ class Kernel(metaclass=_KernelType):
         return state
 
     def energies(self, density: Density, state: State, z: Tensor) -> Tensor:
-        """Return the energies ``(B,)`` of positions ``(B, D)`` that aren't those of an
-        iteration, at most one for each chain.
+        """Return the energies ``(B,)`` of positions ``(B, D)`` between iterations, at
+        most one for each chain.
         """
         return evaluated_once(density, z.to(state.z))[0]
 

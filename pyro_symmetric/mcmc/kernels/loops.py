@@ -2,8 +2,9 @@
 compiled with Numba.
 
 The tensor operations of a leapfrog step take as long as the gradients of a small
-network, and those of a leaf take longer. The arithmetic is theirs, with a diagonal mass
-matrix.
+network, and those of a leaf take longer. The arithmetic is that of
+:func:`~pyro_symmetric.mcmc.kernels.kernel.leapfrog` and of
+:mod:`~pyro_symmetric.mcmc.kernels.nuts`, with a diagonal mass matrix.
 
 Numba, and so this module, is slow to import.
 """
@@ -35,7 +36,7 @@ SINGLE_EPS = float(np.finfo(np.float32).eps)
 # trajectories of HMC ------------------------------------------------------------------
 
 
-def follow(
+def leapfrog_trajectory(
     density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
 ) -> PhasePoint:
     """Take leapfrog steps of sizes ``(C,)``; return the end points."""
@@ -52,7 +53,9 @@ def follow(
 
 @njit(**OPTIONS)
 def _begin_steps(z, momentum, gradient, step_size, variance):
-    """Take the first half of a step, ``(C, D)``, in place."""
+    """Advance momenta by half a step and positions by a whole one, ``(C, D)``, in
+    place.
+    """
     for c in range(len(z)):
         half = z.dtype.type(0.5) * step_size[c]
         for d in range(z.shape[1]):
@@ -62,7 +65,7 @@ def _begin_steps(z, momentum, gradient, step_size, variance):
 
 @njit(**OPTIONS)
 def _end_steps(momentum, gradient, step_size):
-    """Take the second half of a step, ``(C, D)``, in place."""
+    """Advance momenta by the other half of a step, ``(C, D)``, in place."""
     for c in range(len(momentum)):
         half = momentum.dtype.type(0.5) * step_size[c]
         for d in range(momentum.shape[1]):
@@ -92,7 +95,7 @@ class Branch(NamedTuple):
         inside the branch turn get steps of size 0.
     """
 
-    end: Any  # phase-space points
+    end: Any  # PhasePoint of arrays, likewise draw
     draw: Any
     subtrees: Subtrees
     step: Any

@@ -239,6 +239,7 @@ class _Forest:
             momenta=branch.momenta.clone(),
             cost=_Cost(*map(torch.clone, branch.cost)),
         )
+        # steps count for the tree, too, if the branch is dropped
         self.tree = self.tree._replace(cost=grown.cost)
         turns = torch.zeros_like(self.growing)
         arrays = loops.branch_of(
@@ -263,7 +264,9 @@ class _Forest:
         return self._end_doubling(grown, turns)
 
     def _end_doubling(self, branch: _Branch, turns: Tensor) -> bool:
-        """Join a branch with the tree; return whether any chain is unfinished."""
+        """Join a branch with the tree, which has the costs of both already; return
+        whether any chain is unfinished.
+        """
         self.tree = _join(self.tree, branch, self._uniform())
         self.growing = self.growing & ~turns
         return self._retire(None)[0]
@@ -303,7 +306,9 @@ class _Forest:
 
 
 def _num_completed(leaf: int) -> int:
-    """Return how many subtrees a leaf completes: its trailing ones."""
+    """Return how many subtrees a leaf completes: the trailing ones of its number in
+    binary.
+    """
     return (~leaf & leaf + 1).bit_length() - 1
 
 
