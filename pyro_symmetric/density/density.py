@@ -32,9 +32,9 @@ from pyro_symmetric.density.eager import (
     Rows,
     Unavailable,
     in_chunks,
+    largest_size,
     same_evaluation,
 )
-from pyro_symmetric.density.graphs import largest_size
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.errors import first_line

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric._process import forked, replaced, running_pyro
 from pyro_symmetric.arguments import Args, Entries, described, described_call
@@ -367,3 +369,20 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         raise ValueError(
             f"y has labels from {low} to {high}, but the network has {size} outputs"
         )
+
+
+# sizes of results ---------------------------------------------------------------------
+
+
+def largest_size(nested: Any) -> int:
+    """Return how many numbers the largest tensor in a nested value holds."""
+    tensors = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    return max(map(num_stored, tensors), default=0)
+
+
+def num_stored(value: Tensor) -> int:
+    """Return how many numbers a tensor holds, of those repeated along an axis one."""
+    if value.layout is not torch.strided or value.is_nested:
+        return value.numel()
+    axes = zip(value.shape, value.stride(), strict=True)
+    return math.prod(size for size, stride in axes if stride or not size)

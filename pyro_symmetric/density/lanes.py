@@ -30,8 +30,10 @@ from pyro_symmetric.density.eager import (
     Evaluation,
     Unavailable,
     despite_singular,
+    largest_size,
+    num_stored,
 )
-from pyro_symmetric.density.graphs import graph_of, largest_size, num_stored
+from pyro_symmetric.density.graphs import graph_of
 from pyro_symmetric.density.special_functions import SharedExponentials
 from pyro_symmetric.weights import map_values
 
