@@ -176,8 +176,8 @@ class Compiled:
             if program is None:
                 examples = [value.detach() for value in inputs]
                 program = self._compile(evaluate, function, structure, examples)
-            if shared is not None:
-                shared[key] = program
+                if shared is not None:
+                    shared[key] = program
         with torch.no_grad():
             results = program.function(*inputs)
             for _ in range(count - 1):

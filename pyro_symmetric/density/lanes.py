@@ -105,8 +105,9 @@ class ChainsLast:
                 raise Unavailable("it factors large matrices")
             is_small = _holds_small_tensors(self.graph)
             self.constants = _constants(self.graph, copies=is_small)
-        numbers = sum(map(largest_size, self._constant_leaves))
-        self.is_comparable = is_small and numbers <= MOST_REMEMBERED
+        self.is_comparable = is_small and (
+            sum(map(largest_size, self._constant_leaves)) <= MOST_REMEMBERED
+        )
         self.programs: dict[Args, Any] = {}
 
     def is_same(self, other: ChainsLast) -> bool:

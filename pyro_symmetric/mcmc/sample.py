@@ -197,9 +197,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
       cache and the draws into memory: there, an evaluation of 64 chains costs little
       more than one of 4, and all of them inform warm-up. Of larger models 16 or 32
       chains have as many effective draws a second as 64, and enough of them sooner;
-      of the largest even fewer fit.
-      Compiled networks are evaluated chain by chain and gain from many chains only in
-      warm-up.
+      of the largest even fewer fit. Compiled networks are evaluated chain by chain and
+      gain from many chains only in warm-up.
     * **AdaptiveHMC** for 4 chains or more, of networks 8, which it moves in step; NUTS
       would wait for the longest tree, and builds it by many small operations.
     * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations

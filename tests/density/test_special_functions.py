@@ -37,8 +37,8 @@ def test_ends_of_the_line_are_those_of_pytorch():
 @pytest.mark.parametrize("dim", [0, -1, (0, 2), (-2,)])
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_logarithms_of_sums_and_their_gradients_are_those_of_pytorch(dim, keepdim):
-    """With and without the mode; also of numbers whose exponentials overflow, of terms that are
-    0, and of sums that are 0 or infinite, of which gradients aren't numbers.
+    """With and without the mode; also of numbers whose exponentials overflow, of terms
+    that are 0, and of sums that are 0 or infinite, of which gradients aren't numbers.
     """
     x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).double()
     x[1] *= 1e4

@@ -21,12 +21,7 @@ from torch import Generator, Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import Json, Model, Names
-from pyro_symmetric.density.density import (
-    Density,
-    Uncompiled,
-    evaluated_once,
-    fused,
-)
+from pyro_symmetric.density.density import Density, Uncompiled, evaluated_once, fused
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
 from pyro_symmetric.weights import Tensors, Weights, map_values
