@@ -1,8 +1,7 @@
-"""Trajectories of HMC, and the leaves of a doubling of NUTS, chain by chain in loops
-compiled with Numba.
+"""Trajectories of HMC and NUTS, chain by chain in loops compiled with Numba.
 
 The tensor operations of a leapfrog step take as long as the gradients of a small
-network, and those of a leaf take longer. The arithmetic is that of
+network, and those of a doubling of NUTS take longer. The arithmetic is that of
 :func:`~pyro_symmetric.mcmc.kernels.kernel.leapfrog` and of
 :mod:`~pyro_symmetric.mcmc.kernels.nuts`, with a diagonal mass matrix.
 
@@ -12,6 +11,7 @@ Numba, and so this module, is slow to import.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,11 +72,11 @@ def _end_steps(momentum, gradient, step_size):
             momentum[c, d] -= half * gradient[c, d]
 
 
-# leaves of NUTS -----------------------------------------------------------------------
+# trajectories of NUTS -----------------------------------------------------------------
 
 
 class Subtrees(NamedTuple):
-    """The subtrees that are complete, ``(levels, A, D)``, by their levels.
+    """The subtrees that are complete, ``(levels, C, D)``, by their levels.
 
     The last level is the present leaf. Fields are those of a span of NUTS.
     """
@@ -89,58 +89,161 @@ class Subtrees(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """The arrays of a branch of NUTS, ``(A,)`` or ``(A, D)``, changed in place.
+    """The arrays of the branches of a doubling, ``(C,)`` or ``(C, D)``, changed in
+    place.
 
-    :param turns: whether the tree and its branch turn as a pair. Chains of which pairs
-        inside the branch turn get steps of size 0.
+    :param step: negative backwards in time; 0 if the chain has diverged or two subtrees
+        of its branch turn as a pair.
+    :param turns: whether the tree and its branch turn as a pair.
     """
 
     end: Any  # PhasePoint of arrays, likewise draw
     draw: Any
     subtrees: Subtrees
     step: Any
-    momenta: Any
     log_weight: Any
+    turns: Any
+    # of the tree and the branch, in the tree's memory
+    momenta: Any
     steps: Any
     acceptance: Any
     diverging: Any
-    turns: Any
     start_energy: Any
     variance: Any
 
 
-def branch_of(
-    branch: Any,
-    tree: Any,
-    depth: int,
-    turns: Tensor,
-    start_energy: Tensor,
-    variance: Tensor,
-) -> Branch:
-    """Return the arrays of a branch, which share its memory.
+def grow(
+    density: Density,
+    trees: Any,
+    mass: Mass,
+    max_depth: int,
+    uniform: Callable[[], Tensor],
+) -> None:
+    """Double the trees of NUTS, tensors on a CPU, in place until they turn or diverge.
 
-    :param branch: a branch of NUTS, of tensors on a CPU.
-    :param tree: the span of the tree, the subtree before the branch.
-    :param depth: level of the tree.
+    :param trees: one state for each of ``C`` chains. No two fields share memory.
+    :param uniform: returns a random number for each chain, ``(C,)``.
     """
-    shape = (depth + 2, *branch.end.z.shape)
-    subtrees = Subtrees(*(np.empty(shape, variance.numpy().dtype) for _ in tree))
-    for of_levels, of_tree in zip(subtrees, tree, strict=True):
-        of_levels[depth] = of_tree
+    tree = tree_map(Tensor.numpy, trees)
+    branch = _branch_of(tree, mass.variance.numpy(), max_depth)
+    chains = np.arange(len(trees.chain))
+    depth = 0
+    while depth < max_depth and len(chains):
+        chains = _double(density, tree, branch, chains, depth, uniform)
+        depth += 1
+
+
+def _branch_of(tree: Any, variance: Any, max_depth: int) -> Branch:
+    """Return the arrays of a branch, which every doubling fills anew."""
+    of_levels = (max_depth + 1, *tree.momenta.shape)
+    dtype = tree.momenta.dtype
     return Branch(
-        end=tree_map(Tensor.numpy, branch.end),
-        draw=tree_map(Tensor.numpy, branch.draw),
-        subtrees=subtrees,
-        step=branch.step[:, 0].numpy(),
-        momenta=branch.momenta.numpy(),
-        log_weight=branch.log_weight.numpy(),
-        steps=branch.cost.steps.numpy(),
-        acceptance=branch.cost.acceptance.numpy(),
-        diverging=branch.cost.diverging.numpy(),
-        turns=turns.numpy(),
-        start_energy=start_energy.numpy(),
-        variance=variance.numpy(),
+        end=type(tree.left)(*map(np.empty_like, tree.left)),
+        draw=type(tree.left)(*map(np.empty_like, tree.left)),
+        subtrees=Subtrees(*(np.empty(of_levels, dtype) for _ in Subtrees._fields)),
+        step=np.empty_like(tree.step[:, 0]),
+        log_weight=np.empty_like(tree.log_weight),
+        turns=np.empty_like(tree.cost.diverging),
+        momenta=tree.momenta,
+        steps=tree.cost.steps,
+        acceptance=tree.cost.acceptance,
+        diverging=tree.cost.diverging,
+        start_energy=tree.start_energy,
+        variance=variance,
     )
+
+
+def _double(
+    density: Density,
+    tree: Any,
+    branch: Branch,
+    chains: Any,
+    depth: int,
+    uniform: Callable[[], Tensor],
+) -> Any:
+    """Add ``2 ** depth`` states to the trees of some chains; return the unfinished
+    ones. The branch of a chain that turns or diverges is dropped.
+    """
+    begin_branch(tree, branch, chains, uniform().numpy(), depth)
+    for leaf in range(2**depth):
+        chances = uniform().numpy()
+        if len(chains):
+            z = torch.from_numpy(begin_leaf(branch, chains))
+            energy, gradient = density.energy_and_gradient(z)
+            evaluation = energy.numpy(), gradient.numpy()
+            chains = end_leaf(branch, chains, *evaluation, chances, leaf, depth)
+        # no sooner than without loops, so that random numbers are the same
+        if not len(chains) and (leaf % 2 == 1 or depth == 0):
+            return chains
+    return join(tree, branch, chains, uniform().numpy())
+
+
+@njit(**OPTIONS)
+def begin_branch(tree, branch, chains, chances, depth):
+    """Choose the directions of empty branches, whose neighbouring subtree is the tree,
+    of level ``depth``.
+
+    :param chances: a uniform number for each chain, ``(C,)``.
+    """
+    subtrees = branch.subtrees
+    for c in chains:
+        forward = chances[c] < 0.5
+        end = tree.right if forward else tree.left
+        beginning = tree.left if forward else tree.right
+        _copy_point(end, branch.end, c)
+        branch.step[c] = tree.step[c, 0] if forward else -tree.step[c, 0]
+        branch.log_weight[c] = -math.inf
+        branch.turns[c] = False
+        for d in range(end.z.shape[1]):
+            first = beginning.momentum[c, d]
+            last = end.momentum[c, d]
+            subtrees.first[depth, c, d] = branch.variance[c, d] * first
+            subtrees.before_first[depth, c, d] = 0.0
+            subtrees.after_first[depth, c, d] = first
+            subtrees.last[depth, c, d] = branch.variance[c, d] * last
+            subtrees.before_last[depth, c, d] = branch.momenta[c, d] - last
+
+
+@njit(**OPTIONS)
+def join(tree, branch, chains, chances):
+    """Join trees and their complete branches, and draw between the two; return the
+    chains that don't turn.
+
+    :param chances: a uniform number for each chain, ``(C,)``.
+    """
+    unfinished = np.empty_like(chains)
+    count = 0
+    for c in chains:
+        _copy_point(branch.end, tree.right if branch.step[c] > 0 else tree.left, c)
+        weight = np.float64(tree.log_weight[c])
+        branch_weight = np.float64(branch.log_weight[c])
+        if math.log(chances[c]) < branch_weight - weight:
+            _copy_point(branch.draw, tree.draw, c)
+        tree.log_weight[c] = _logaddexp(weight, branch_weight)
+        tree.depth[c] += 1
+        if not branch.turns[c]:
+            unfinished[count] = c
+            count += 1
+    return unfinished[:count]
+
+
+@njit(**OPTIONS)
+def _copy_point(source, target, c):
+    """Copy the phase-space point of chain c."""
+    target.energy[c] = source.energy[c]
+    for d in range(source.z.shape[1]):
+        target.z[c, d] = source.z[c, d]
+        target.momentum[c, d] = source.momentum[c, d]
+        target.gradient[c, d] = source.gradient[c, d]
+
+
+@njit(**OPTIONS)
+def _logaddexp(a, b):
+    """Return the logarithm of the sum of two exponentials."""
+    high = max(a, b)
+    if high == -math.inf:
+        return high
+    return high + math.log(math.exp(a - high) + math.exp(b - high))
 
 
 @njit(**OPTIONS)
@@ -163,17 +266,19 @@ def begin_leaf(branch, chains):
 
 
 @njit(**OPTIONS)
-def end_leaf(branch, chains, energy, gradient, chances, level, is_last):
+def end_leaf(branch, chains, energy, gradient, chances, leaf, depth):
     """Complete the step, draw a state, and stop chains that diverge or turn; return
     the others.
 
     :param energy: at the new positions, ``(len(chains),)``; ``gradient``:
         ``(len(chains), D)``.
-    :param chances: a uniform number for each chain, ``(A,)``.
-    :param level: number of subtrees that the leaf completes.
-    :param is_last: whether it is the last leaf of the doubling, so that the tree and
-        its branch become a pair.
+    :param chances: a uniform number for each chain, ``(C,)``.
+    :param leaf: number of the leaf in the branch, from 0 to ``2 ** depth - 1``.
     """
+    level = 0  # number of subtrees that the leaf completes
+    while leaf >> level & 1:
+        level += 1
+    is_last = leaf + 1 == 2**depth  # so that the tree and its branch become a pair
     unfinished = np.empty_like(chains)
     count = 0
     for row in range(len(chains)):
@@ -203,10 +308,8 @@ def _finish_step(branch, c, energy, gradient):
 def _weigh(branch, c, chance):
     """Add the new state of chain c to its weights, and draw it or keep the draw."""
     end = branch.end
-    draw = branch.draw
-    width = end.z.shape[1]
     kinetic = 0.0
-    for d in range(width):
+    for d in range(end.z.shape[1]):
         kinetic += 0.5 * end.momentum[c, d] ** 2 * branch.variance[c, d]
     before = np.float64(branch.start_energy[c])
     error = end.energy[c] + kinetic - before
@@ -218,17 +321,10 @@ def _weigh(branch, c, chance):
         error = math.inf
     branch.steps[c] += 1
     branch.acceptance[c] += math.exp(min(-error, 0.0))
-    weight = np.float64(branch.log_weight[c])
-    high = max(weight, -error)
-    if high > -math.inf:
-        weight = high + math.log(math.exp(weight - high) + math.exp(-error - high))
+    weight = _logaddexp(np.float64(branch.log_weight[c]), -error)
     branch.log_weight[c] = weight
     if math.log(chance) < -error - weight:
-        draw.energy[c] = end.energy[c]
-        for d in range(width):
-            draw.z[c, d] = end.z[c, d]
-            draw.momentum[c, d] = end.momentum[c, d]
-            draw.gradient[c, d] = end.gradient[c, d]
+        _copy_point(end, branch.draw, c)
     if error > MAX_ENERGY_ERROR:
         branch.diverging[c] = True
         branch.step[c] = 0
@@ -257,11 +353,12 @@ def _complete(branch, c, level, is_last):
         begins = lower
     if is_last:
         branch.turns[c] = _turns(subtrees, c, level, begins, leaf)
-    subtrees.first[level, c] = subtrees.first[begins, c]
-    subtrees.before_first[level, c] = subtrees.before_first[begins, c]
-    subtrees.after_first[level, c] = subtrees.after_first[begins, c]
-    subtrees.last[level, c] = subtrees.last[leaf, c]
-    subtrees.before_last[level, c] = subtrees.before_last[leaf, c]
+    for d in range(end.z.shape[1]):
+        subtrees.first[level, c, d] = subtrees.first[begins, c, d]
+        subtrees.before_first[level, c, d] = subtrees.before_first[begins, c, d]
+        subtrees.after_first[level, c, d] = subtrees.after_first[begins, c, d]
+        subtrees.last[level, c, d] = subtrees.last[leaf, c, d]
+        subtrees.before_last[level, c, d] = subtrees.before_last[leaf, c, d]
 
 
 @njit(**OPTIONS)

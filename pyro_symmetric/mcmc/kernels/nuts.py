@@ -100,9 +100,10 @@ class NUTS(HamiltonianKernel):
             else self.max_tree_depth
         )
         forest = _Forest(density, state)
-        depth = 0
-        while depth < most and forest.double(depth):
-            depth += 1
+        if runs_in_loops(density, state.z, tuning.mass):
+            forest.grow_in_loops(most)
+        else:
+            forest.grow(most)
         tree = forest.all_trees()
         statistics = {
             "lp": -tree.draw.energy,
@@ -203,15 +204,26 @@ class _Forest:
         self.growing = no_steps == 0
         self.finished = list[_Tree]()
         self.fixed_batch = compiles(density)
-        self.in_loops = runs_in_loops(density, start.z, self.mass)
 
-    def double(self, depth: int) -> bool:
+    def grow(self, max_depth: int) -> None:
+        """Double all trajectories until they turn or diverge."""
+        depth = 0
+        while depth < max_depth and self._double(depth):
+            depth += 1
+
+    def grow_in_loops(self, max_depth: int) -> None:
+        """Do the same by loops over chains, for a network of layers on a CPU."""
+        from pyro_symmetric.mcmc.kernels import loops  # slow to import
+
+        # The loops change trees in place. Fields of one state share tensors.
+        self.tree = tree_map(torch.clone, self.tree)
+        loops.grow(self.density, self.tree, self.mass, max_depth, self._uniform)
+
+    def _double(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each trajectory; return whether any is
         unfinished. A trajectory whose new half turns or diverges ends without it."""
         forward = self._uniform() < 0.5
         branch, span = _start_branch(self.tree, self.growing, forward, self.mass)
-        if self.in_loops:
-            return self._double_in_loops(branch, span, depth)
         grown = _Grown(branch, {depth: span}, torch.zeros_like(forward))
         for leaf in range(2**depth):
             level = _num_completed(leaf)
@@ -226,49 +238,8 @@ class _Forest:
                 any_growing, grown = self._retire(grown)
                 if not any_growing:
                     return False
-        return self._end_doubling(grown.branch, grown.turns)
-
-    def _double_in_loops(self, branch: _Branch, span: _Span, depth: int) -> bool:
-        """Do the same by loops over chains, for a network of layers on a CPU."""
-        from pyro_symmetric.mcmc.kernels import loops  # slow to import
-
-        # The loops change a branch in place. The tree has these tensors, too; others
-        # were made for the branch.
-        grown = branch._replace(
-            draw=PhasePoint(*map(torch.clone, branch.draw)),
-            momenta=branch.momenta.clone(),
-            cost=_Cost(*map(torch.clone, branch.cost)),
-        )
-        # steps count for the tree, too, if the branch is dropped
-        self.tree = self.tree._replace(cost=grown.cost)
-        turns = torch.zeros_like(self.growing)
-        arrays = loops.branch_of(
-            grown, span, depth, turns, self.tree.start_energy, self.mass.variance
-        )
-        chains = self.growing.nonzero()[:, 0].numpy()
-        for leaf in range(2**depth):
-            level = _num_completed(leaf)
-            is_last = leaf + 1 == 2**depth
-            chances = self._uniform().numpy()
-            if len(chains):
-                z = torch.from_numpy(loops.begin_leaf(arrays, chains))
-                energy, gradient = self.density.energy_and_gradient(z)
-                evaluation = energy.numpy(), gradient.numpy()
-                chains = loops.end_leaf(
-                    arrays, chains, *evaluation, chances, level, is_last
-                )
-            # no sooner than without loops, so that random numbers are the same
-            if not len(chains) and (leaf % 2 == 1 or depth == 0):
-                return False
-        self.growing = grown.step[:, 0] != 0
-        return self._end_doubling(grown, turns)
-
-    def _end_doubling(self, branch: _Branch, turns: Tensor) -> bool:
-        """Join a branch with the tree, which has the costs of both already; return
-        whether any chain is unfinished.
-        """
-        self.tree = _join(self.tree, branch, self._uniform())
-        self.growing = self.growing & ~turns
+        self.tree = _join(self.tree, grown.branch, self._uniform())
+        self.growing = self.growing & ~grown.turns
         return self._retire(None)[0]
 
     def all_trees(self) -> _Tree:
