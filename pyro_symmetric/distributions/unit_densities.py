@@ -337,7 +337,9 @@ class Product(NamedTuple):
 
 def multiplied(of_places: Tensor, of_units: Sequence[Tensor]) -> Product:
     """Multiply the places' factor with the units', one for each sign."""
-    densities = torch.stack([of_places @ factor.mT for factor in of_units])
+    products = [of_places @ factor.mT for factor in of_units]
+    # stacking copies them, which takes half as long as the product
+    densities = torch.stack(products) if len(products) > 1 else products[0].unsqueeze(0)
     return Product(densities, of_places, of_units[0])
 
 
