@@ -136,6 +136,42 @@ class _Memberships(NamedTuple):
     facts: Array
 
 
+class _Grouping(NamedTuple):
+    """Distinct parents of a row of members: a member of each, and for each member the
+    number of its parent among them.
+    """
+
+    parents: Array
+    member: Array
+    number: Array
+
+
+def _of_groups(
+    groupings: dict[bytes, list[_Grouping] | None], child: Array, parent: Array
+) -> tuple[Array, Array]:
+    """Return a membership, of the parents of an earlier one of the same members if
+    these determine it; note it for later ones if not.
+
+    :param groupings: earlier ones by their members; ``None`` if some of these come
+        twice.
+    """
+    members = child.tobytes()
+    if members not in groupings:
+        distinct = (np.diff(np.sort(child)) > 0).all()
+        groupings[members] = [] if distinct else None
+    known = groupings[members]
+    if known is None:
+        return child, parent
+    for groups, member, number in known:
+        of_groups = parent[member]
+        if np.array_equal(of_groups[number], parent):
+            return groups, of_groups
+    grouping = _Grouping(*np.unique(parent, return_index=True, return_inverse=True))
+    if 2 * len(grouping.parents) <= len(child):
+        known.append(grouping)
+    return child, parent
+
+
 class _Facts:
     """Colours and memberships of units, as hashes and index arrays.
 
@@ -166,17 +202,25 @@ class _Facts:
         self._tell_copies_apart()
 
     def _memberships(self) -> _Memberships:
-        """Return the distinct memberships between classes."""
-        relations = self.flow.relations
-        child, parent = (self.unit[atoms] for atoms in _ends(relations))
-        numbers = [np.full(len(fact.atoms), fact.number) for fact in relations]
-        number = np.concatenate([NOTHING, *numbers])
-        proper = child != parent
-        child = child[proper]
-        parent = parent[proper]
-        number = number[proper]
-        rows = distinct_rows(number, child, parent).first
-        return _Memberships(child[rows], parent[rows], number[rows])
+        """Return the distinct memberships between classes.
+
+        Each block of a residual network states anew of which of its units the same
+        entries are members. What follows from an earlier statement is stated of the
+        parents there, which are fewer.
+        """
+        groupings: dict[bytes, list[_Grouping] | None] = {}
+        children = [NOTHING]
+        parents = [NOTHING]
+        numbers = [NOTHING]
+        for atoms, partners, number in self.flow.relations:
+            child, parent = _of_groups(groupings, self.unit[atoms], self.unit[partners])
+            proper = child != parent
+            children.append(child[proper])
+            parents.append(parent[proper])
+            numbers.append(np.full(len(child[proper]), number))
+        every = _Memberships(*map(np.concatenate, (children, parents, numbers)))
+        rows = distinct_rows(every.facts, every.children, every.parents).first
+        return _Memberships(*(column[rows] for column in every))
 
     def refined_colours(self) -> Array:
         """Return stable colours, numbered from 0: units of one colour have equally

@@ -65,11 +65,11 @@ def _candidates(flow: Flow) -> dict[str, int]:
     """
     if not flow.batches:
         return {}
-    _, unit = unified(flow)
+    count, unit = unified(flow)
     candidates = dict[str, int]()
     for batch, operands in flow.batches:
-        in_batch = _units(unit, batch)
-        outside = _units(unit, operands)
+        in_batch = _among(unit, count, batch)
+        outside = _among(unit, count, operands)
         for leaf in flow.leaves.values():
             plain = leaf.slices is None and not (leaf.kernel or leaf.buffer)
             if leaf.site in candidates or not plain:
@@ -81,17 +81,20 @@ def _candidates(flow: Flow) -> dict[str, int]:
     return candidates
 
 
-def _units(unit: Array, arrays: Sequence[Array]) -> Array:
-    """Return the units to which arrays of atoms belong."""
-    return np.unique(unit[np.concatenate([atoms.reshape(-1) for atoms in arrays])])
+def _among(unit: Array, count: int, arrays: Sequence[Array]) -> Array:
+    """Return for each of ``count`` units whether it has atoms in these arrays."""
+    among = np.zeros(count, dtype=bool)
+    for atoms in arrays:
+        among[unit[atoms]] = True
+    return among
 
 
-def _axes_in(leaf: Leaf, unit: Array, units: Array) -> list[int]:
+def _axes_in(leaf: Leaf, unit: Array, among: Array) -> list[int]:
     """Return the axes of a parameter all of whose positions are some of the units."""
     return [
         part.axes[0]
         for part in leaf.value.parts
-        if part.atoms.size > 1 and np.isin(unit[part.atoms], units).all()
+        if part.atoms.size > 1 and among[unit[part.atoms]].all()
     ]
 
 

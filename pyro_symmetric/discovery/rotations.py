@@ -81,9 +81,12 @@ def _vanishes(
         norms += float(entries.norm()) * float(gradient.norm())
         entries = entries.unflatten(0, shape)
         gradient = gradient.unflatten(0, shape)
-        probes = columns.to(entries)
-        violation = violation + entries @ (gradient.mT @ probes)
-        violation = violation - gradient @ (entries.mT @ probes)
+        # products with two columns take ten times as long as with one
+        products = [
+            entries @ (gradient.mT @ column) - gradient @ (entries.mT @ column)
+            for column in columns.to(entries).split(1, dim=1)
+        ]
+        violation = violation + torch.cat(products, -1)
     typical = float(violation.norm()) / math.sqrt(PROBES)
     return norms > 0 and typical <= tolerance * norms
 

@@ -5,6 +5,7 @@ no network need have.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,6 +47,35 @@ def random_flow(rng: np.random.Generator) -> Flow:
     return flow
 
 
+def random_blocks(rng: np.random.Generator) -> Flow:
+    """Entries of a matrix of up to 6 x 6, and up to five times that they are members of
+    its rows, its columns, or of two further units, anew each time as in the blocks of
+    a residual network.
+    """
+    flow = Flow()
+    height, width = rng.choice([2, 3, 4, 6], 2)
+    entries = flow.fresh((height * width,))
+    flow.occur(entries)
+    row, column = np.divmod(np.arange(height * width), width)
+    shuffled = rng.permutation(width)[column]
+    before = entries
+    for _ in range(rng.integers(2, 6)):
+        number = rng.integers(0, 4)
+        owners = flow.fresh(((height, width, 2, width)[number],))
+        if rng.random() < 0.8:
+            flow.occur(owners)
+        if rng.random() < 0.3:
+            flow.refine(owners, rng.integers(0, 2, len(owners)))
+        flow.relate(entries, owners[(row, column, row % 2, shuffled)[number]])
+        if rng.random() < 0.3 and len(owners) == len(before):
+            flow.unify(owners, before)
+        before = owners
+    return flow
+
+
+FLOWS = (random_flow, random_blocks)
+
+
 def related(flow: Flow, cells: Cells) -> set[tuple[int, int, int]]:
     """Kind of membership, class of the member, class of the owner."""
     of = cells.unit
@@ -61,13 +91,14 @@ def related(flow: Flow, cells: Cells) -> set[tuple[int, int, int]]:
     }
 
 
+@pytest.mark.parametrize("flow_of", FLOWS)
 @pytest.mark.parametrize("seed", range(10))
 def test_units_of_one_colour_have_equally_coloured_members_and_owners(
-    seed: int,
+    seed: int, flow_of: Callable[[np.random.Generator], Flow]
 ) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(100):
-        flow = random_flow(rng)
+        flow = flow_of(rng)
         cells = solve(flow)
         look = defaultdict(list)
         for kind, child, parent in related(flow, cells):
@@ -79,11 +110,14 @@ def test_units_of_one_colour_have_equally_coloured_members_and_owners(
         assert all(len(alike) == 1 for alike in looks.values())
 
 
+@pytest.mark.parametrize("flow_of", FLOWS)
 @pytest.mark.parametrize("seed", range(10))
-def test_what_cells_say_of_owners_is_what_the_memberships_say(seed: int) -> None:
+def test_what_cells_say_of_owners_is_what_the_memberships_say(
+    seed: int, flow_of: Callable[[np.random.Generator], Flow]
+) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(100):
-        flow = random_flow(rng)
+        flow = flow_of(rng)
         cells = solve(flow)
         for _, child, parent in related(flow, cells):
             lower, upper = int(cells.cell[child]), int(cells.cell[parent])
