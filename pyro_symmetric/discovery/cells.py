@@ -137,23 +137,26 @@ class _Memberships(NamedTuple):
 
 
 class _Grouping(NamedTuple):
-    """Distinct parents of a row of members: a member of each, and for each member the
-    number of its parent among them.
+    """The distinct parents of a row of members: a position in the row for each, and for
+    each position the number of its parent among them.
     """
 
     parents: Array
-    member: Array
-    number: Array
+    position: Array
+    number_of: Array
 
 
-def _of_groups(
+def _stated_of_parents(
     groupings: dict[bytes, list[_Grouping] | None], child: Array, parent: Array
 ) -> tuple[Array, Array]:
-    """Return a membership, of the parents of an earlier one of the same members if
-    these determine it; note it for later ones if not.
+    """Return the children and parents of a membership: if parents that an earlier one
+    gave to the same members determine the new ones, then those and these.
 
-    :param groupings: earlier ones by their members; ``None`` if some of these come
-        twice.
+    Refinement sees as much: the colours of members tell those of their parents, which
+    tell those of the parents' parents.
+
+    :param groupings: earlier memberships by their members; ``None`` if some of these
+        come twice. A new one is added if it has half as many parents as members.
     """
     members = child.tobytes()
     if members not in groupings:
@@ -162,10 +165,10 @@ def _of_groups(
     known = groupings[members]
     if known is None:
         return child, parent
-    for groups, member, number in known:
-        of_groups = parent[member]
-        if np.array_equal(of_groups[number], parent):
-            return groups, of_groups
+    for parents, position, number_of in known:
+        grandparents = parent[position]
+        if np.array_equal(grandparents[number_of], parent):
+            return parents, grandparents
     grouping = _Grouping(*np.unique(parent, return_index=True, return_inverse=True))
     if 2 * len(grouping.parents) <= len(child):
         known.append(grouping)
@@ -205,15 +208,17 @@ class _Facts:
         """Return the distinct memberships between classes.
 
         Each block of a residual network states anew of which of its units the same
-        entries are members. What follows from an earlier statement is stated of the
-        parents there, which are fewer.
+        entries are members. What follows from an earlier membership is stated for the
+        parents instead, which are fewer.
         """
         groupings: dict[bytes, list[_Grouping] | None] = {}
         children = [NOTHING]
         parents = [NOTHING]
         numbers = [NOTHING]
         for atoms, partners, number in self.flow.relations:
-            child, parent = _of_groups(groupings, self.unit[atoms], self.unit[partners])
+            child, parent = _stated_of_parents(
+                groupings, self.unit[atoms], self.unit[partners]
+            )
             proper = child != parent
             children.append(child[proper])
             parents.append(parent[proper])

@@ -29,6 +29,8 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     PhasePoint,
 )
 
+# Machine code is kept on disk until this file changes: change it with the fields of
+# ``PhasePoint`` and of the trees of NUTS, and with the constants that it imports.
 OPTIONS: Entries = {"error_model": "numpy", "nogil": True, "cache": True}
 SINGLE_EPS = float(np.finfo(np.float32).eps)
 
@@ -119,13 +121,15 @@ def grow(
     max_depth: int,
     uniform: Callable[[], Tensor],
 ) -> None:
-    """Double the trees of NUTS, tensors on a CPU, in place until they turn or diverge.
+    """Double the trees of NUTS, tensors on a CPU, in place until they turn, diverge or
+    reach a depth.
 
-    :param trees: one state for each of ``C`` chains. No two fields share memory.
+    :param trees: trees of one state for each of ``C`` chains. No two fields share
+        memory.
     :param uniform: returns a random number for each chain, ``(C,)``.
     """
     tree = tree_map(Tensor.numpy, trees)
-    branch = _branch_of(tree, mass.variance.numpy(), max_depth)
+    branch = _branch_of(tree, mass.variance.contiguous().numpy(), max_depth)
     chains = np.arange(len(trees.chain))
     depth = 0
     while depth < max_depth and len(chains):
@@ -138,8 +142,8 @@ def _branch_of(tree: Any, variance: Any, max_depth: int) -> Branch:
     of_levels = (max_depth + 1, *tree.momenta.shape)
     dtype = tree.momenta.dtype
     return Branch(
-        end=type(tree.left)(*map(np.empty_like, tree.left)),
-        draw=type(tree.left)(*map(np.empty_like, tree.left)),
+        end=tree_map(np.empty_like, tree.left),
+        draw=tree_map(np.empty_like, tree.left),
         subtrees=Subtrees(*(np.empty(of_levels, dtype) for _ in Subtrees._fields)),
         step=np.empty_like(tree.step[:, 0]),
         log_weight=np.empty_like(tree.log_weight),
@@ -180,8 +184,8 @@ def _double(
 
 @njit(**OPTIONS)
 def begin_branch(tree, branch, chains, chances, depth):
-    """Choose the directions of empty branches, whose neighbouring subtree is the tree,
-    of level ``depth``.
+    """Start a branch at a random end of each tree, and keep the tree as the complete
+    subtree of level ``depth``.
 
     :param chances: a uniform number for each chain, ``(C,)``.
     """

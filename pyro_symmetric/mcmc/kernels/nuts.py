@@ -206,7 +206,7 @@ class _Forest:
         self.fixed_batch = compiles(density)
 
     def grow(self, max_depth: int) -> None:
-        """Double all trajectories until they turn or diverge."""
+        """Double all trajectories until they turn, diverge or reach a depth."""
         depth = 0
         while depth < max_depth and self._double(depth):
             depth += 1
@@ -215,8 +215,12 @@ class _Forest:
         """Do the same by loops over chains, for a network of layers on a CPU."""
         from pyro_symmetric.mcmc.kernels import loops  # slow to import
 
-        # The loops change trees in place. Fields of one state share tensors.
-        self.tree = tree_map(torch.clone, self.tree)
+        # The loops change trees in place. A tree of one state has the same tensors as
+        # left end, right end and draw.
+        self.tree = tree_map(
+            lambda tensor: tensor.clone(memory_format=torch.contiguous_format),
+            self.tree,
+        )
         loops.grow(self.density, self.tree, self.mass, max_depth, self._uniform)
 
     def _double(self, depth: int) -> bool:
