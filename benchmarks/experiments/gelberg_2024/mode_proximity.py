@@ -171,12 +171,12 @@ def main(argv: list[str] | None = None) -> None:
     x, y = data.train_x.flatten(1), data.train_y
 
     def run(seed: int, depth: int, width: int) -> Row:
+        pyro.set_rng_seed(seed)
         net = perceptron(x.shape[1], *[width] * depth, 10).eval()
         model = ps.BayesianModel(
             net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x)
         )
         group = ps.find_symmetry(net, x[:2]).permutations
-        pyro.set_rng_seed(seed)
         states = {"prior": {k: p.sample() for k, p in model.priors().items()}}
         states["trained"] = trained(model, x, y, options.steps)
         found = {
