@@ -34,9 +34,6 @@ from pyro_symmetric.discovery.registry import Array, Part, hash64, salt
 from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)
-# Site, axis, number of axes spanned, whether the site is a buffer; whether units lie
-# along the columns of both axes.
-Location = tuple[str, int, int, bool, bool]
 
 
 @dataclass(eq=False)
@@ -580,6 +577,22 @@ def _fixed_lines(flow: Flow, cells: Cells) -> list[_FixedLine]:
     return lines
 
 
+class _Location(NamedTuple):
+    """An axis of a site along which units lie, or several axes that they span.
+
+    :param dim: the first of these axes.
+    :param span: their number.
+    :param in_columns: whether the units lie along the columns of a matrix's entries;
+        keeps blocks along its rows and its columns apart.
+    """
+
+    site: str
+    dim: int
+    span: int
+    is_buffer: bool
+    in_columns: bool
+
+
 class _Builder:
     """Collects the positions of units along the axes of all sites, and builds
     :class:`~pyro_symmetric.Units`.
@@ -589,7 +602,7 @@ class _Builder:
         self.solution = solution
         self.cells = solution.cells
         # of positions, (blocks, units)
-        self.blocks: dict[int, dict[Location, list[Array]]] = {}
+        self.blocks: dict[int, dict[_Location, list[Array]]] = {}
         # cells whose units lie along an axis of a convolution's kernel
         self.in_images: set[int] = set()
         self.rank = {}  # of each unit of a cell inside its parent
@@ -617,7 +630,9 @@ class _Builder:
         layers = _positions(part, leaf.value.shape)
         layer, position = np.divmod(layers.reshape(-1).argsort(), len(atoms))
         span = part.axes[-1] - part.axes[0] + 1
-        location = leaf.site, part.axes[0], span, leaf.buffer, False
+        location = _Location(
+            leaf.site, part.axes[0], span, leaf.buffer, in_columns=False
+        )
         for cell, units in units_of.items():
             if _are_members(leaf, part, units):
                 continue
@@ -655,7 +670,7 @@ class _Builder:
                 of_column = self._context(columns.reshape(-1), by_column, without)
                 of_column = of_column[column]
                 context = of_row * (of_column.max() + 1) + of_column
-                location = leaf.site, 0, 2, leaf.buffer, in_columns
+                location = _Location(leaf.site, 0, 2, leaf.buffer, in_columns)
                 self._add_blocks(cell, units[position], context, location)
 
     def _units_of(self, leaf: Leaf, atoms: Array) -> dict[int, Array]:
@@ -695,7 +710,7 @@ class _Builder:
         return distinct_rows(self.solution.colour[classes], copies, *ranks)[1]
 
     def _add_blocks(
-        self, cell: int, units: Array, context: Array, location: Location
+        self, cell: int, units: Array, context: Array, location: _Location
     ) -> None:
         """Group positions of equal context into blocks, with one position for each
         unit.
@@ -707,8 +722,8 @@ class _Builder:
         in_order = np.resize(np.arange(count), len(order))
         if len(order) % count or (number[order] != in_order).any():
             raise RuntimeError(
-                f"interchangeable units lie unevenly along axis {location[1]} of "
-                f"{location[0]!r}"
+                f"interchangeable units lie unevenly along axis {location.dim} of "
+                f"{location.site!r}"
             )
         blocks = self.blocks.setdefault(cell, {}).setdefault(location, [])
         blocks.append(chosen[order].reshape(-1, count))
@@ -726,8 +741,9 @@ class _Builder:
             by_use += self._parents_first([*self.cells[cell].parents, cell])
         for cell in dict.fromkeys(by_use):
             axes = []
-            for (site, dim, span, buffer, _), blocks in self.blocks[cell].items():
-                axis = Axis(site, dim, _index(blocks), 0, buffer, None, span)
+            for location, blocks in self.blocks[cell].items():
+                site, dim, span, is_buffer, _ = location
+                axis = Axis(site, dim, _index(blocks), 0, is_buffer, None, span)
                 axes.append(_on_one_axis(axis, shapes[site]))
             size = int(self.rank[cell].max()) + 1
             direct = self.cells[cell].direct

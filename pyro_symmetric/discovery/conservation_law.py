@@ -39,17 +39,22 @@ from torch import Tensor, nn
 
 from pyro_symmetric.discovery.cells import module_name, unused
 from pyro_symmetric.discovery.exponents import (
+    MAGNITUDE,
+    PRODUCT,
+    ROUNDING,
+    SPARE,
+    NullSpace,
     Products,
     agreeing,
     columns_of_axes,
     columns_of_reads,
     dead_cells,
     exponents_of_entries,
-    has_rows,
+    has_enough_rows,
+    has_quiet_axes,
     independent_of_others,
     integer_null_space,
     matrix_of,
-    spanned,
 )
 from pyro_symmetric.discovery.integer_algebra import Exponents, echelon, independent
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass
@@ -73,18 +78,19 @@ from pyro_symmetric.discovery.trials import (
     pairs_in,
     place_of,
 )
-from pyro_symmetric.discovery.whole_sites import EXACT, SILENT, moves_of_whole_sites
+from pyro_symmetric.discovery.whole_sites import EXACT, moves_of_whole_sites
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.moves import Move
 
 FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points
-# of a large network, if units that are dead at the first one would be needed
+# that replace the first one of a large network, if its laws can't be solved there
 MORE_POINTS = 3
 # of a large and of a small network; cells that need more get no multipliers
 MOST_LOSSES = (6, 48)
 # signs that are tried of each cell of a small network, if some have no law
 MOST_PARITIES = 63
+RESCALED = 1.1  # no power of two, so that losses times this round differently
 # scales of trials; a larger one shows the epsilon of a norm, too
 FACTOR = {torch.float64: 4.0, torch.float32: 64.0}
 
@@ -210,9 +216,8 @@ class Law:
 
     def rotating(self, group: Group) -> tuple[str, ...]:
         """Return the names of units that may rotate, by the first loss."""
-        null = self.network.null
-        stand_in = self.repeats.stand_in
-        return rotating_units(group, *self.first, null, stand_in)
+        tolerance = self.network.law_tolerance
+        return rotating_units(group, *self.first, tolerance, self.repeats.stand_in)
 
     def whole_sites(self) -> dict[str, list[Move]]:
         """Find the moves of whole sites, in at most two blocks of each run."""
@@ -220,8 +225,6 @@ class Law:
 
     def solve(self) -> None:
         """Find the scales and the signs of all cells."""
-        # A unit that is silent at one point (a ReLU that no input switches on) isn't at
-        # another, farther off.
         network = self.network
         cells = self.cells
         self.points = network.points()
@@ -230,20 +233,30 @@ class Law:
         factor = FACTOR[network.dtype]
         num_losses = max(len(self.points), min(most, self._needed_losses(most)))
         products = self._inner_products(num_losses, "scale")
-        while len(self.points) < MORE_POINTS and dead_cells(cells, products):
-            self.points.append(network.fresh_point())
-            num_losses = max(num_losses, len(self.points))
+        unsolved = self._unsolved(products)
+        if unsolved and not network.small:
+            # A unit that is silent at one point (a ReLU that no input switches on)
+            # isn't at another. Without fitted statistics, signals may grow from layer
+            # to layer, until they drown what running means contribute.
+            test_points = [*test_points, *self.points]
+            points = (
+                network.fresh_point(fits_statistics=True) for _ in range(MORE_POINTS)
+            )
+            self.points = list(points)
+            self.first = Loss({}, {})
+            num_losses = max(num_losses, MORE_POINTS)
             products = self._inner_products(num_losses, "scale")
-        dead = dead_cells(cells, products)
-        if any(axis.site in self.repeats.block for cell in dead for axis in cell.axes):
+            unsolved = self._unsolved(products)
+        sites = {axis.site for cell in unsolved for axis in cell.axes}
+        if any(site in self.repeats.block for site in sites):
             raise UnequalBlocks
-        self.undecided = bool(dead)
+        self.undecided = bool(unsolved)
         trials = Trials(network, [*self.points, *test_points])
-        scales = {cell: self._scales(cell, products) for cell in cells}
+        scales = {cell: self._null_space(cell, products).basis for cell in cells}
         scales = trials.confirmed(scales, factor)
         self.scales = independent_of_others(scales, network.shapes, False)
         if network.small:
-            num_losses = max(num_losses, min(most, self._most_reads() + 2))
+            num_losses = max(num_losses, min(most, self._most_reads() + SPARE))
         try:
             linear = self._inner_products(num_losses, "flip")
             signs = {
@@ -291,59 +304,96 @@ class Law:
 
     def _inner_products(self, num_losses: int, twin: Move) -> Products:
         r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all
-        positions ``i`` of all axes.
+        positions ``i`` of all axes, and what goes with them.
         """
         network = self.network
         products = Products()
-        axes = defaultdict[str, dict[Place, Axis]](dict)
         leaves = network.leaves(twin)
         for axis in itertools.chain.from_iterable(cell.axes for cell in self.cells):
             further = (leaf for leaf, site in leaves.items() if site == axis.site)
             for leaf in (axis.site, *further):
-                place = (leaf, axis.dim, axis.span)
-                axes[leaf][place] = axis
-                shape = (2, num_losses, axis.length(network.shapes))
-                products[place] = torch.zeros(shape, dtype=torch.float64, device="cpu")
+                shape = (3, num_losses, axis.length(network.shapes))
+                values = torch.zeros(shape, dtype=torch.float64, device="cpu")
+                products[leaf, axis.dim, axis.span] = values
+        state_before = network.generator.get_state()
         for number, loss in enumerate(self._losses(num_losses, twin)):
             self.first = self.first if self.first.gradient else loss
-            for leaf in axes.keys() & loss.gradient.keys():
-                weight = loss.weights[leaf]
-                epsilon = network.epsilons.get(leaf)
-                weight = weight + epsilon if epsilon else weight
-                terms = (weight * loss.gradient[leaf].conj()).real
-                for row in range(2):
-                    terms = terms.abs_() if row else terms
-                    for place, axis in axes[leaf].items():
-                        products[place][row, number] = _sums(terms, axis)
-            enough = (has_rows(cell, products) for cell in self.cells)
+            self._add_products(products, loss, number)
+            enough = (has_enough_rows(cell, products) for cell in self.cells)
             if len(self.points) == 1 and all(enough):
                 break  # losses of large networks are dear
+        quiet = (has_quiet_axes(cell, products) for cell in self.cells)
+        if network.dtype == torch.float32 and any(quiet):
+            self._add_rounding(products, twin, state_before)
         return products
 
+    def _add_products(self, products: Products, loss: Loss, number: int) -> None:
+        """Fill in the inner products of a loss, and the sums of their terms'
+        magnitudes.
+        """
+        places = defaultdict[str, list[Place]](list)
+        for place in products:
+            places[place[0]].append(place)
+        for leaf in places.keys() & loss.gradient.keys():
+            weight = loss.weights[leaf]
+            epsilon = self.network.epsilons.get(leaf)
+            weight = weight + epsilon if epsilon else weight
+            terms = (weight * loss.gradient[leaf].conj()).real
+            for place in places[leaf]:
+                products[place][PRODUCT, number] = _sums(terms, *place[1:])
+            magnitudes = terms.abs_()
+            for place in places[leaf]:
+                products[place][MAGNITUDE, number] = _sums(magnitudes, *place[1:])
+
+    def _add_rounding(
+        self, products: Products, twin: Move, state_before: Tensor
+    ) -> None:
+        """Estimate the rounding errors of the first loss in the backward pass: how much
+        its inner products change if the loss is multiplied by a number, and they are
+        divided by it again.
+
+        :param state_before: the generator's state before that loss was drawn.
+        """
+        network = self.network
+        state_after = network.generator.get_state()
+        network.generator.set_state(state_before)
+        (loss,) = network.losses(self.points[0], 1, twin, RESCALED)
+        network.generator.set_state(state_after)
+        again = {p: torch.zeros_like(value[:, :1]) for p, value in products.items()}
+        self._add_products(again, loss, 0)
+        for place, value in products.items():
+            product = again[place][PRODUCT, 0] / RESCALED
+            value[ROUNDING, 0] = (product - value[PRODUCT, 0]).abs()
+
     def _losses(self, num_losses: int, twin: Move) -> Iterator[Loss]:
-        """Iterate over random losses of a twin, in turn at all points."""
+        """Iterate over random losses of a twin, at one point after another."""
         for k, point in enumerate(self.points):
             count = len(range(k, num_losses, len(self.points)))
             yield from self.network.losses(point, count, twin)
 
     # proposals ------------------------------------------------------------------------
 
-    def _scales(self, cell: LawCell, products: Products) -> list[Exponents]:
-        """Solve a cell's law for a basis of the exponents of scales."""
-        law, magnitude = matrix_of(cell, products)
+    def _unsolved(self, products: Products) -> list[LawCell]:
+        """Return the cells whose law has too few rows, or too many alike."""
+        unsolved = dead_cells(self.cells, products)
+        for cell in self.cells:
+            if not self._null_space(cell, products).is_complete:
+                unsolved.append(cell)
+        return unsolved
+
+    def _null_space(self, cell: LawCell, products: Products) -> NullSpace:
+        """Solve a cell's law for the exponents of scales."""
+        matrix = matrix_of(cell, products)
         # nothing is known of an expert that no input reaches, say
-        if not bool((magnitude > 0).all()):
-            return []
+        if not bool((matrix.magnitude > 0).all()):
+            return NullSpace([], True)
         movable = [
             not axis.buffer or axis.site.rpartition(".")[2].startswith("running_")
             for axis in cell.axes
         ]
-        live = self._audible(magnitude) & torch.tensor(movable, device="cpu")
+        live = matrix.audible & torch.tensor(movable, device="cpu")
         buffers = np.array([axis.buffer for axis in cell.axes])
-        return integer_null_space(law, magnitude, live, buffers, self.network.null)
-
-    def _audible(self, magnitude: Tensor) -> Tensor:
-        return magnitude > SILENT[self.network.dtype]
+        return integer_null_space(matrix, live, buffers, self.network.null_tolerance)
 
     def _signs(
         self,
@@ -358,29 +408,31 @@ class Law:
         :param products: inner products in the twin of scales.
         :param linear: inner products in the linearised twin.
         """
-        null = self.network.null
         count = len(cell.axes)
-        magnitude = matrix_of(cell, products).magnitude
-        if not bool((magnitude > 0).all()):
+        matrix = matrix_of(cell, products)
+        if not bool((matrix.magnitude > 0).all()):
             return []
         columns = columns_of_reads(cell, linear)
-        law, linear_magnitude = matrix_of(cell, linear, columns)
-        if len(law) < len(columns) + 2:  # too few losses to tell reads apart
+        of_reads = matrix_of(cell, linear, columns)
+        if len(of_reads.law) < len(columns) + SPARE:
+            # too few losses to tell reads apart
             self.undecided |= len(columns) > count
             columns = columns_of_axes(cell, columns)
-            law, linear_magnitude = matrix_of(cell, linear, columns)
+            of_reads = matrix_of(cell, linear, columns)
         movable = torch.tensor([a.epsilon is None for a in cell.axes], device="cpu")
-        live = self._audible(magnitude) & movable
+        live = matrix.audible & movable
         axis_of = torch.tensor([column.axis for column in columns], device="cpu")
-        seen = live[axis_of] & self._audible(linear_magnitude)
+        seen = live[axis_of] & of_reads.audible
         seen_axes = torch.zeros_like(live)
         seen_axes[axis_of[seen]] = True
         # Axes that only even functions read flip together; what is nearly silent,
         # trials can't decide.
-        unseen = live & ~seen_axes & (magnitude > 10 * null)
+        unseen = live & ~seen_axes & (matrix.magnitude > self.network.output_tolerance)
         buffers = np.array([cell.axes[k].buffer for k in axis_of])
-        of_reads = integer_null_space(law, linear_magnitude, seen, buffers, null)
-        null_space = agreeing(of_reads, axis_of.numpy(), seen.numpy(), count)
+        vectors = integer_null_space(
+            of_reads, seen, buffers, self.network.null_tolerance
+        ).basis
+        null_space = agreeing(vectors, axis_of.numpy(), seen.numpy(), count)
         proposed = np.array([unseen.tolist(), *null_space], dtype=int)
         # Gains and biases are the pivots, so that streams flip without the gains of
         # their normalisations.
@@ -407,7 +459,7 @@ class Law:
         for cell, basis in self.signs.items():
             if not self._has_effect(cell, products):
                 continue  # what has no effect may change sign in any case
-            unseen = int((~self._audible(matrix_of(cell, linear).magnitude)).sum())
+            unseen = int((~matrix_of(cell, linear).audible).sum())
             if not self.network.has_powers and unseen < 2:
                 continue
             further = [
@@ -418,7 +470,7 @@ class Law:
             self.signs[cell] = _independent([*basis, *further])
 
     def _has_effect(self, cell: LawCell, products: Products) -> bool:
-        return bool(self._audible(matrix_of(cell, products).magnitude).all())
+        return bool(matrix_of(cell, products).audible.all())
 
     def _scales_together(
         self, trials: Trials, together: Sequence[LawCell], products: Products
@@ -435,7 +487,7 @@ class Law:
             # whole sites are scaled by moves of their own
             proposed[cell] = [
                 exponents
-                for exponents in self._scales(cell, products)
+                for exponents in self._null_space(cell, products).basis
                 if len(_moved_sites(cell, exponents)) > 1
             ]
         factor = FACTOR[self.network.dtype]
@@ -626,10 +678,10 @@ def _in_two_blocks(
     return {cell: parts[frozenset(repeats.keys(cell.axes))] for cell in cells}
 
 
-def _sums(value: Tensor, axis: Axis) -> Tensor:
-    """Sum a site's entries over all dimensions but that of an axis."""
-    along = spanned(value, axis).unsqueeze(-1)
-    return along.sum([dim for dim in range(along.dim()) if dim != axis.dim])
+def _sums(value: Tensor, dim: int, span: int) -> Tensor:
+    """Sum a site's entries over all dimensions but those that an axis spans."""
+    along = value.flatten(dim, dim + span - 1).unsqueeze(-1)
+    return along.sum([other for other in range(along.dim()) if other != dim])
 
 
 # units with their multipliers ---------------------------------------------------------

@@ -29,8 +29,20 @@ from pyro_symmetric.discovery.trials import Bases, LawCell, Place, Proposal, pla
 from pyro_symmetric.discovery.whole_sites import EXACT
 from pyro_symmetric.groups import Axis
 
-# ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
+SPARE = 2  # rows of a law beyond its columns, so that no vector fits it by chance
+NO_GRADIENT = 1e-9  # relative magnitude that counts as none
+# relative magnitude below which gradients of single precision may be rounding errors
+QUIET = 0.03
+# share of rounding errors from which on a quiet column counts as noise: exponents are
+# integers to two digits
+NOISY = 0.01
+TINY = 1e-300  # divides where a column has no gradient
+
+# ``(3, losses, length)``, with these rows: inner products, sums of their terms'
+# magnitudes, and rounding errors of the first loss (in single precision, if some
+# gradient is quiet; else zeros)
 Products = dict[Place, Tensor]
+PRODUCT, MAGNITUDE, ROUNDING = range(3)
 
 
 class Column(NamedTuple):
@@ -68,10 +80,22 @@ class Matrix(NamedTuple):
     :param law: ``(losses * units, columns)``, each row relative to the largest
         magnitude of its own.
     :param magnitude: the largest magnitude of each column.
+    :param noise: the share of rounding errors in each column, for the first loss.
     """
 
     law: Tensor
     magnitude: Tensor
+    noise: Tensor
+
+    @property
+    def audible(self) -> Tensor:
+        """Columns with a gradient beyond rounding errors."""
+        return (self.magnitude > NO_GRADIENT) & ~self.noisy
+
+    @property
+    def noisy(self) -> Tensor:
+        """Columns whose gradient may be rounding errors."""
+        return (self.noise >= NOISY) & (self.magnitude < QUIET)
 
 
 def matrix_of(
@@ -87,16 +111,19 @@ def matrix_of(
         index = cell.axes[number].index
         terms = [products[place][..., index].sum(2).flatten(1) for place in places]
         sums.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
-    law, magnitude = torch.stack(sums, -1)
+    law, magnitude, rounding = torch.stack(sums, -1)
+    of_first_loss = magnitude[: cell.units.count].nan_to_num(0.0, 0.0, 0.0).sum(0)
+    errors = rounding.nan_to_num(0.0, 0.0, 0.0).sum(0)
+    noise = errors / of_first_loss.clamp_min(TINY)
     # an output that is constant at a point has a gradient of rounding errors there
     least = EXACT * magnitude.nan_to_num(0.0, 0.0, 0.0).max() if len(magnitude) else 0.0
     valid = (magnitude.amax(1) > least) & magnitude.isfinite().all(1)
     law = law[valid]
     magnitude = magnitude[valid]
     if not len(law):
-        return Matrix(law, magnitude.new_zeros(len(columns)))
+        return Matrix(law, magnitude.new_zeros(len(columns)), noise)
     largest = magnitude.amax(1, keepdim=True)
-    return Matrix(law / largest, (magnitude / largest).amax(0))
+    return Matrix(law / largest, (magnitude / largest).amax(0), noise)
 
 
 # are there enough rows? ---------------------------------------------------------------
@@ -104,18 +131,19 @@ def matrix_of(
 
 class _Size(NamedTuple):
     """The rows of a cell's law, those that it would have if no unit were dead, and its
-    axes with a gradient.
+    columns with a gradient.
     """
 
     rows: int
     most: int
-    axes: int
+    columns: int
 
 
 def _size(cell: LawCell, products: Products) -> _Size:
-    law, magnitude = matrix_of(cell, products, columns_of_reads(cell, products))
+    matrix = matrix_of(cell, products, columns_of_reads(cell, products))
     losses = products[place_of(cell.axes[0])].shape[1]
-    return _Size(len(law), losses * cell.units.count, int((magnitude > 0).sum()))
+    columns = int((matrix.magnitude > 0).sum())
+    return _Size(len(matrix.law), losses * cell.units.count, columns)
 
 
 def dead_cells(cells: Sequence[LawCell], products: Products) -> list[LawCell]:
@@ -124,18 +152,27 @@ def dead_cells(cells: Sequence[LawCell], products: Products) -> list[LawCell]:
     """
     dead = list[LawCell]()
     for cell in cells:
-        rows, most, axes = _size(cell, products)
-        if axes < len(cell.axes) or rows < axes + 2 <= most:
+        rows, most, columns = _size(cell, products)
+        if columns < len(cell.axes) or rows < columns + SPARE <= most:
             dead.append(cell)
     return dead
 
 
-def has_rows(cell: LawCell, products: Products) -> bool:
-    """Return whether live units give a cell's law as many rows as it needs, or all
-    units together could not.
+def has_enough_rows(cell: LawCell, products: Products) -> bool:
+    """Return whether live units give a cell's law more rows than it has columns, or
+    could not even if no unit were dead.
     """
-    rows, most, axes = _size(cell, products)
-    return axes + 2 > most or rows >= min(3 * axes, axes + 4, most)
+    size = _size(cell, products)
+    least = len(columns_of_reads(cell, products)) + SPARE
+    return size.rows >= least or size.most < least
+
+
+def has_quiet_axes(cell: LawCell, products: Products) -> bool:
+    """Return whether gradients along some axis are so small that they may be nothing
+    but rounding errors of single precision.
+    """
+    magnitude = matrix_of(cell, products, columns_of_reads(cell, products)).magnitude
+    return bool(((magnitude > 0) & (magnitude < QUIET)).any())
 
 
 # null spaces --------------------------------------------------------------------------
@@ -170,34 +207,56 @@ def agreeing(
     return by_axis
 
 
+class NullSpace(NamedTuple):
+    """Small integers in the null space of a law.
+
+    :param basis: vectors of small integers, which are independent.
+    :param is_complete: whether they span the null space; if not, rows of the law are
+        too alike, as those of one unit and one input are. True, too, if the law has too
+        few rows to look for vectors.
+    """
+
+    basis: list[Exponents]
+    is_complete: bool
+
+
 def integer_null_space(
-    law: Tensor, magnitude: Tensor, live: Tensor, buffers: Array, null: float
-) -> list[Exponents]:
-    """Return a basis of small integers of the null space of a law's live columns."""
+    matrix: Matrix, live: Tensor, buffers: Array, tolerance: float
+) -> NullSpace:
+    """Find small integers in the null space of a law's live columns.
+
+    :param tolerance: of the law, relative to the magnitudes of its terms.
+    """
     columns = live.nonzero().flatten().tolist()
-    if not columns or len(law) < len(columns) + 2:
-        return []
-    law = (law / magnitude)[:, columns]
-    magnitude = magnitude[columns]
+    if not columns or len(matrix.law) < len(columns) + SPARE:
+        return NullSpace([], True)
+    magnitude = matrix.magnitude[columns]
+    law = matrix.law[:, columns] / magnitude
     # Many rows average out rounding errors, which are relatively large where gradients
     # are small.
     count = min(len(law), 4 * len(columns) + 1_000)
     law = law[torch.linspace(0, len(law) - 1, count, device="cpu").long()]
     values, vectors = torch.linalg.svd(law, full_matrices=False)[1:]
+    # Rounding errors along an axis without effect, as a softmax's, are in the products
+    # along others, too, where none cancels them without its column.
+    errors = (matrix.noise * matrix.magnitude)[matrix.noisy]
+    noise = max([0.0, *errors.tolist()])
     # Pivots are chosen among the normalised columns: magnitudes may differ by six
     # orders, which would hide small ones.
-    reduced, pivots = echelon(vectors[values <= null * math.sqrt(len(law))].numpy())
+    vanishes = values <= max(tolerance, noise) * math.sqrt(len(law))
+    reduced, pivots = echelon(vectors[vanishes].numpy())
     reduced *= magnitude[pivots, None].numpy() / magnitude.numpy()
     # single precision gives exponents of axes with small gradients to two digits
-    integers = [small_integers(vector, max(1e-3, 100 * null)) for vector in reduced]
-    null_space = []
-    for vector in _sparse([np.array(v) for v in integers if v], buffers[columns]):
+    rounded = [small_integers(vector, max(1e-3, 1e3 * tolerance)) for vector in reduced]
+    integers = [np.array(vector) for vector in rounded if vector]
+    basis = []
+    for vector in _sparse(integers, buffers[columns]):
         exponents = np.zeros(len(live), dtype=int)
         exponents[columns] = vector
         # what enters the units has a positive exponent
         sign = np.sign(exponents[exponents != 0][0])
-        null_space.append(tuple((sign * exponents).tolist()))
-    return null_space
+        basis.append(tuple((sign * exponents).tolist()))
+    return NullSpace(basis, len(basis) == len(reduced))
 
 
 def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:

@@ -187,4 +187,5 @@ def _of_source(source: Source) -> Symmetry:
         return Symmetry(Group([], {}), at_least=True, remarks=(remark,))
 
 
-FROM_ABOVE.update(find=_of_source, read=Symmetry.from_dict)
+FROM_ABOVE.find_symmetry = _of_source
+FROM_ABOVE.read_symmetry = Symmetry.from_dict

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ def rotating_units(
     :param stand_in: site -> the equal site whose gradient is known.
     """
     names = []
+    verdicts = dict[tuple[Any, ...], bool]()  # equal blocks share theirs
     for name in group.names("permute"):
         sites = {axis.site for axis in group[name].axes}
         known = {site: stand_in.get(site, site) for site in sites}
@@ -55,7 +57,14 @@ def rotating_units(
         slopes = {site: gradient[known[site]].cpu() for site in sites}
         if any(value.is_complex() for value in values.values()):
             continue
-        if _vanishes(group, name, values, slopes, tolerance):
+        places = []
+        for axis in group.axes(name):
+            position = (axis.dim, axis.span, axis.index.cpu().numpy().tobytes())
+            places.append((known[axis.site], *position))
+        block = tuple(sorted(places))
+        if block not in verdicts:
+            verdicts[block] = _vanishes(group, name, values, slopes, tolerance)
+        if verdicts[block]:
             names.append(name)
     return tuple(names)
 

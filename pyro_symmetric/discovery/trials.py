@@ -48,8 +48,11 @@ FAR = (
     *((factor, 1.0) for factor in (10.0, 100.0)),
     *((1.0, size) for size in (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)),
 )
-# Relative tolerance of the null space, by precision.
-NULL = {torch.float64: 1e-8, torch.float32: 1e-4}
+# Relative tolerances by precision: of singular values of laws, of the law of one
+# gradient, and of outputs.
+NULL = {torch.float64: 1e-8, torch.float32: 1e-5}
+LAW = {torch.float64: 1e-8, torch.float32: 1e-4}
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 # the least deviation of biases and gains in single precision, which hides what small
 # ones contribute
 AUDIBLE = 0.3
@@ -150,9 +153,19 @@ class Network:
         )
 
     @property
-    def null(self) -> float:
-        """The relative tolerance of a null space."""
+    def null_tolerance(self) -> float:
+        """The relative tolerance of singular values of laws."""
         return NULL[self.dtype]
+
+    @property
+    def law_tolerance(self) -> float:
+        """The relative tolerance of the law of one gradient."""
+        return LAW[self.dtype]
+
+    @property
+    def output_tolerance(self) -> float:
+        """The relative change of outputs that passes as rounding."""
+        return TOLERANCE[self.dtype]
 
     @cached_property
     def center(self) -> Weights:
@@ -202,9 +215,12 @@ class Network:
         return outputs
 
     def losses(
-        self, point: Point, count: int, twin: Move | None = None
+        self, point: Point, count: int, twin: Move | None = None, factor: float = 1.0
     ) -> Iterator[Loss]:
-        """Iterate over random losses of the network, or of a twin, at a point."""
+        """Iterate over random losses of the network, or of a twin, at a point.
+
+        :param factor: multiplies the losses.
+        """
         values = dict(point.weights)
         for leaf, site in self.leaves(twin).items():
             values[leaf] = point.weights[site].clone()
@@ -212,6 +228,7 @@ class Network:
             leaf: value.detach().requires_grad_() for leaf, value in values.items()
         }
         outputs = self.outputs(weights, point.inputs, twin)
+        outputs = [factor * out for out in outputs]
         for gradient in gradients(outputs, weights, count, self.generator):
             yield Loss(values, gradient)
 
@@ -245,14 +262,14 @@ class Network:
         :param spread: the distance, in deviations of the weights.
         :param center: by default the network's own weights.
         """
-        quiet = self.dtype == torch.float32
+        is_single = self.dtype == torch.float32
         weights = {
             site: near(
                 value,
                 site in self.buffers,
                 spread,
                 self.generator,
-                AUDIBLE if quiet and value.dim() < 2 else 0.0,
+                AUDIBLE if is_single and value.dim() < 2 else 0.0,
             )
             for site, value in (center or self.center).items()
         }
@@ -262,11 +279,15 @@ class Network:
         example = self.example
         return Point(weights, example, self.outputs(weights, example))
 
-    def fresh_point(self, factor: float = 1.0, size: float = 1.0) -> Point:
+    def fresh_point(
+        self, factor: float = 1.0, size: float = 1.0, fits_statistics: bool = False
+    ) -> Point:
         """Draw fresh weights and inputs of a size; or a point near the network's
         weights times the factor, if outputs aren't finite there.
 
         :param factor: multiplies the weights' deviations; 0 for those of new layers.
+        :param fits_statistics: whether running statistics are fitted in single
+            precision, too.
         """
         center = dict[str, Tensor]()
         weights = dict[str, Tensor]()
@@ -274,7 +295,8 @@ class Network:
             is_buffer = site in self.buffers
             center[site] = value if is_buffer or factor == 1.0 else factor * value
             weights[site] = fresh(center[site], is_buffer, self.generator)
-        return self._random_point(weights, size) or self.near_point(NEAR[-1], center)
+        point = self._random_point(weights, size, fits_statistics)
+        return point or self.near_point(NEAR[-1], center)
 
     @property
     def example(self) -> list[list[Tensor]]:
@@ -291,13 +313,15 @@ class Network:
             for of_pass in self.example
         ]
 
-    def _random_point(self, weights: Weights, size: float) -> Point | None:
+    def _random_point(
+        self, weights: Weights, size: float, fits_statistics: bool = False
+    ) -> Point | None:
         """Draw inputs at some weights, and fit the running statistics; None if the
         network has no finite outputs there.
         """
         # Fitted statistics keep every layer's signal, so that rounding accumulates: too
         # much for single precision.
-        fitted = self.epsilons if self.dtype == torch.float64 else ()
+        fitted = self.epsilons if fits_statistics or self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
         inputs = self.random_inputs(size)
         with suppress(NotDifferentiable):
@@ -360,7 +384,9 @@ class Trials:
             )
             with torch.no_grad():
                 outputs = self.network.outputs(moved, point.inputs)
-            return not difference(point.outputs, outputs) < 10 * self.network.null
+            return (
+                not difference(point.outputs, outputs) < self.network.output_tolerance
+            )
 
         return guilty(proposals, change) if proposals and change(proposals) else []
 

@@ -204,6 +204,48 @@ def test_an_epsilon_breaks_a_scale_in_single_precision_too() -> None:
     assert not symmetry.group.names("scale")
 
 
+class Encoder(nn.Module):
+    """A transformer whose weights behind its norms are small."""
+
+    def __init__(self, width: int, heads: int, layers: int):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, batch_first=True, activation="gelu"
+        )
+        layer.norm_first = True
+        self.inner = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+        with torch.no_grad():
+            for name, value in self.inner.named_parameters():
+                if name.endswith("in_proj_weight") or ".linear" in name:
+                    value *= 0.03
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x))[:, 0])
+
+
+@pytest.mark.parametrize(("width", "layers"), [(32, 1), (64, 2)])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_axes_without_effect_are_told_from_others_in_single_precision(
+    width: int, layers: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A softmax ignores the biases of keys: their gradients are rounding errors, which
+    may be as large as the gradients of small queries.
+    """
+    monkeypatch.setattr(conservation_law, "SMALL", 0)
+    torch.manual_seed(heads)
+    net = Encoder(width, heads, layers).eval()
+    x = torch.randn(2, 24, 5)
+    names = []
+    for largest_in_double in (1e9, 0):
+        monkeypatch.setattr(conservation_law, "FLOAT64", largest_in_double)
+        group = find_symmetry(net, x, verify=False).group
+        moves = ("permute", "scale", "flip")
+        names.append({move: group.names(move) for move in moves})
+    assert names[0]["scale"]
+    assert names[0] == names[1]
+
+
 @pytest.mark.usefixtures("single")
 def test_units_that_are_dead_at_one_point_are_tried_at_others() -> None:
     """Two inputs rarely switch on enough of these units: one point fails for half of
