@@ -314,7 +314,7 @@ def _aligned(posterior: Posterior, symmetry: Any) -> Posterior:
     return align_many(posterior, symmetry, progress=False).posterior
 
 
-FROM_ABOVE["align"] = _aligned
+FROM_ABOVE.align = _aligned
 
 
 def _carried_by(sources: Any, symmetry: Any) -> Carried:

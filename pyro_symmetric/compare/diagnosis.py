@@ -325,7 +325,8 @@ def agree_modulo_symmetry(posterior: Posterior) -> bool:
     return False
 
 
-FROM_ABOVE.update(agree=agree_modulo_symmetry, modulo=modulo_symmetry)
+FROM_ABOVE.chains_agree = agree_modulo_symmetry
+FROM_ABOVE.modulo_symmetry = modulo_symmetry
 
 
 def _on_uncertain_labels(

@@ -268,7 +268,7 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
         return layout.constrain(plain_posterior(guide).sample(shape))
 
 
-FROM_ABOVE["draw"] = sample_posterior
+FROM_ABOVE.sample_guide = sample_posterior
 
 
 def _no_model() -> None:

@@ -276,7 +276,7 @@ def _failures(posterior: Posterior, settings: Settings) -> list[Check]:
     # chains may be in different copies of a mode
     if without_weights != failures:
         agree = posterior.metadata.get("agree_modulo_symmetry")
-        if agree or FROM_ABOVE["agree"](posterior):
+        if agree or FROM_ABOVE.chains_agree(posterior):
             failures = without_weights
     # a chain may never move although its acceptance rate is fine
     if latent and not failures:

@@ -124,7 +124,7 @@ def judge(posterior: Posterior) -> Finding:
         total = posterior.num_chains * posterior.num_samples
         thinned = posterior.thin(-(-total // MOST_ALIGNED))
         with forked(0):  # what is found depends on the draws alone
-            samples = FROM_ABOVE["modulo"](thinned)
+            samples = FROM_ABOVE.modulo_symmetry(thinned)
         if samples:
             result = precision([*density, *samples.values()])
             words = f"modulo symmetry {result}; as drawn {drawn}"

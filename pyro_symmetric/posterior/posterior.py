@@ -87,7 +87,7 @@ class Source(_Call):
     @functools.cached_property
     def symmetry(self) -> Any:
         """The model's symmetry, found when it is first asked for."""
-        return FROM_ABOVE["find"](self)
+        return FROM_ABOVE.find_symmetry(self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,7 +256,7 @@ class Posterior:
         if self.source is not None:
             return self.source.symmetry
         if self.saved_symmetry is not None:
-            return FROM_ABOVE["read"](self.saved_symmetry)
+            return FROM_ABOVE.read_symmetry(self.saved_symmetry)
         return None
 
     @property
@@ -473,7 +473,7 @@ class Posterior:
         :param symmetry: modulo which draws are aligned first; ``"auto"``: the model's.
         """
         if symmetry is not None:
-            return FROM_ABOVE["align"](self, symmetry).plot(site, ax)
+            return FROM_ABOVE.align(self, symmetry).plot(site, ax)
         return plots.traces(
             ax, site, self[site].cpu().reshape(self.num_chains, self.num_samples, -1)
         )

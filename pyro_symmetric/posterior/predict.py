@@ -8,7 +8,7 @@ draws whose activations fit into memory, and keeps only the requested values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +29,6 @@ from pyro_symmetric.arguments import (
     Device,
     Dtype,
     Entries,
-    Function,
     Model,
     Values,
     described_call,
@@ -63,10 +62,6 @@ from pyro_symmetric.weights import (
     shapes_of,
 )
 
-# What posteriors need from rooms on the floors above, which register it: "find" and
-# "read" symmetries, "align" draws, whether chains "agree" modulo one, and how to "draw"
-# from guides.
-FROM_ABOVE = dict[str, Function]()
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU as many as its cache holds,
@@ -75,6 +70,30 @@ CPU_ENTRIES = 2**21
 DEVICE_ENTRIES = 2**26
 WEIGHT_ENTRIES = 2**24
 MAX_DRAWS = 1024
+
+
+class FromAbove:
+    """Functions of rooms on the floors above, which register them for posteriors when
+    they are imported.
+
+    :ivar find_symmetry: finds the symmetry of the model behind draws.
+    :ivar read_symmetry: restores the symmetry of a saved posterior.
+    :ivar align: aligns the draws of a posterior modulo a symmetry.
+    :ivar chains_agree: tells whether a posterior's chains agree modulo its symmetry.
+    :ivar modulo_symmetry: returns a posterior's samples modulo its symmetry; none if
+        that isn't known, or would take long.
+    :ivar sample_guide: draws weights from a guide.
+    """
+
+    find_symmetry: Callable[[Any], Any]
+    read_symmetry: Callable[[Mapping[str, Any]], Any]
+    align: Callable[[Any, Any], Any]
+    chains_agree: Callable[[Any], bool]
+    modulo_symmetry: Callable[[Any], Weights]
+    sample_guide: Callable[[Any, Sequence[int]], Weights]
+
+
+FROM_ABOVE = FromAbove()
 
 
 @torch.no_grad()
@@ -126,7 +145,7 @@ def predict(
     arguments.whole("num_samples", num_samples, 1, none="all")
     weights = posterior
     if isinstance(posterior, AutoGuide):
-        weights = FROM_ABOVE["draw"](posterior, (num_samples or GUIDE_DRAWS,))
+        weights = FROM_ABOVE.sample_guide(posterior, (num_samples or GUIDE_DRAWS,))
         num_samples = None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()

@@ -103,7 +103,7 @@ def test_labels_that_switch_are_modulo_symmetry(monkeypatch):
     """Draws that were enough aren't aligned again for the warning, which would fail
     here.
     """
-    monkeypatch.delitem(FROM_ABOVE, "agree")
+    monkeypatch.delattr(FROM_ABOVE, "chains_agree")
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     y = torch.randn(40, generator=generator) + torch.tensor([-3.0, 3.0]).repeat(20)
     starts = {"mean": torch.tensor([[-3.0, 3.0], [3.0, -3.0]]).repeat(4, 1)}
@@ -233,7 +233,9 @@ def test_an_entry_that_no_check_of_the_run_saw_may_disagree(large, monkeypatch):
     unseen = min({*range(300)} - {*evenly_spaced(300, MOST_ENTRIES).tolist()})
     draws[:8, :, unseen] += 5.0
     sites = {"x": draws} if large else {}
-    monkeypatch.setitem(FROM_ABOVE, "modulo", lambda _: {**sites, "label": label})
+    monkeypatch.setattr(
+        FROM_ABOVE, "modulo_symmetry", lambda _: {**sites, "label": label}
+    )
     drawn = {**sites, "label": in_copies}
     found = judge(Posterior(drawn, statistics={"lp": energy}, kind="chains"))
     assert found.precision.suffices

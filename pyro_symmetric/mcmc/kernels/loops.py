@@ -130,7 +130,7 @@ def grow(
     """
     tree = tree_map(Tensor.numpy, trees)
     branch = _branch_of(tree, mass.variance.contiguous().numpy(), max_depth)
-    chains = np.arange(len(trees.chain))
+    chains = tree.chain
     depth = 0
     while depth < max_depth and len(chains):
         chains = _double(density, tree, branch, chains, depth, uniform)
