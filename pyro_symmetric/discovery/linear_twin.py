@@ -427,7 +427,11 @@ class _Run:
     def _linearised(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call what replaces a function in the twin of signs."""
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
-            with Replaced({torch.tanh: _identity, Tensor.tanh: _identity}):
+            with (
+                Replaced({torch.tanh: _identity, Tensor.tanh: _identity}),
+                # else one kernel computes a layer in single precision, tanh included
+                torch.backends.mkldnn.flags(enabled=False),
+            ):
                 return decomposition_table[target](*args, **kwargs)
         result = target(*args, **kwargs)
         several = isinstance(result, tuple | list) and result

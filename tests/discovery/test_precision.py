@@ -204,6 +204,26 @@ def test_an_epsilon_breaks_a_scale_in_single_precision_too() -> None:
     assert not symmetry.group.names("scale")
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer of 16 units, and a linear one behind its last step."""
+
+    def __init__(self, kind: type[nn.RNNBase]):
+        super().__init__()
+        self.inner, self.last = kind(5, 16, batch_first=True), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x)[0][:, -1])
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_units_flip_in_single_precision_too(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    symmetry = find_symmetry(Recurrent(kind), torch.randn(3, 6, 5), verify=False)
+    group = symmetry.group
+    assert sum(group[name].count for name in group.names("flip")) == 16
+
+
 class Encoder(nn.Module):
     """A transformer whose weights behind its norms are small."""
 
