@@ -364,8 +364,8 @@ class Trials:
     ) -> list[Proposal]:
         """Return the proposals that change outputs at a point.
 
-        Random units are multiplied by the factor; all others are divided by it, or stay
-        if it is a sign.
+        Random units are multiplied by the factor; all others are divided by it. Of a
+        sign they stay; in a large network they change next, as there are few points.
         """
         powers = dict[Proposal, Tensor]()
         for proposal in proposals:
@@ -377,16 +377,21 @@ class Trials:
                 power[0] = 1.0
             powers[proposal] = power
 
+        halves = [powers]
+        if factor < 0 and not self.network.small:
+            halves.append({proposal: 1.0 - power for proposal, power in powers.items()})
+
         def change(subset: Sequence[Proposal]) -> bool:
             """Return whether these proposals together change outputs."""
-            moved = self._moved(
-                point, {proposal: powers[proposal] for proposal in subset}, factor
-            )
-            with torch.no_grad():
-                outputs = self.network.outputs(moved, point.inputs)
-            return (
-                not difference(point.outputs, outputs) < self.network.output_tolerance
-            )
+            for half in halves:
+                of_subset = {proposal: half[proposal] for proposal in subset}
+                moved = self._moved(point, of_subset, factor)
+                with torch.no_grad():
+                    outputs = self.network.outputs(moved, point.inputs)
+                error = difference(point.outputs, outputs)
+                if not error < self.network.output_tolerance:
+                    return True
+            return False
 
         return guilty(proposals, change) if proposals and change(proposals) else []
 

@@ -224,6 +224,34 @@ def test_recurrent_units_flip_in_single_precision_too(kind: type[nn.RNNBase]) ->
     assert sum(group[name].count for name in group.names("flip")) == 16
 
 
+class Residual(nn.Module):
+    """Four linear residual blocks, but for a ReLU in one of them."""
+
+    def __init__(self, with_relu: int):
+        super().__init__()
+        self.with_relu = with_relu
+        self.up = nn.Parameter(torch.randn(4, 16, 20))
+        self.down = nn.Parameter(torch.randn(4, 20, 16))
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            inner = x @ self.up[number]
+            inner = inner.relu() if number == self.with_relu else inner
+            x = x + inner @ self.down[number]
+        return self.last(x)
+
+
+@pytest.mark.usefixtures("single")
+def test_each_unit_of_a_large_network_flips_in_a_trial() -> None:
+    """Only one of four blocks shows that they don't flip."""
+    for with_relu in range(4):
+        torch.manual_seed(0)
+        net = Residual(with_relu)
+        symmetry = find_symmetry(net, torch.randn(4, 16), verify=False)
+        assert not symmetry.group.names("flip"), with_relu
+
+
 class Encoder(nn.Module):
     """A transformer whose weights behind its norms are small."""
 
