@@ -51,7 +51,6 @@ from pyro_symmetric.discovery.exponents import (
     dead_cells,
     exponents_of_entries,
     has_enough_rows,
-    has_quiet_axes,
     independent_of_others,
     integer_null_space,
     matrix_of,
@@ -68,6 +67,7 @@ from pyro_symmetric.discovery.repeats import (
 from pyro_symmetric.discovery.rotations import rotating_units
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.trials import (
+    RESCALED,
     Bases,
     LawCell,
     Loss,
@@ -80,7 +80,9 @@ from pyro_symmetric.discovery.trials import (
 )
 from pyro_symmetric.discovery.whole_sites import EXACT, moves_of_whole_sites
 from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.axes import spanned
 from pyro_symmetric.groups.moves import Move
+from pyro_symmetric.weights import Weights
 
 FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points
@@ -90,7 +92,6 @@ MORE_POINTS = 3
 MOST_LOSSES = (6, 48)
 # signs that are tried of each cell of a small network, if some have no law
 MOST_PARITIES = 63
-RESCALED = 1.1  # no power of two, so that losses times this round differently
 # scales of trials; a larger one shows the epsilon of a norm, too
 FACTOR = {torch.float64: 4.0, torch.float32: 64.0}
 
@@ -212,12 +213,16 @@ class Law:
     scales: Bases = field(default_factory=dict)
     signs: Bases = field(default_factory=dict)
     undecided: bool = False
-    first: Loss = field(default_factory=lambda: Loss({}, {}))
+    first: Loss = field(default_factory=lambda: Loss({}, {}, {}))
 
     def rotating(self, group: Group) -> tuple[str, ...]:
         """Return the names of units that may rotate, by the first loss."""
-        tolerance = self.network.law_tolerance
-        return rotating_units(group, *self.first, tolerance, self.repeats.stand_in)
+        weights, gradient, _ = self.first
+        tolerance = self.network.tolerances.law
+        repeats = self.repeats
+        return rotating_units(
+            group, weights, gradient, tolerance, repeats.stand_in, repeats.keys
+        )
 
     def whole_sites(self) -> dict[str, list[Move]]:
         """Find the moves of whole sites, in at most two blocks of each run."""
@@ -233,26 +238,27 @@ class Law:
         factor = FACTOR[network.dtype]
         num_losses = max(len(self.points), min(most, self._needed_losses(most)))
         products = self._inner_products(num_losses, "scale")
-        unsolved = self._unsolved(products)
+        null_spaces = self._null_spaces(products)
+        unsolved = self._unsolved(products, null_spaces)
         if unsolved and not network.small:
             # A unit that is silent at one point (a ReLU that no input switches on)
             # isn't at another. Without fitted statistics, signals may grow from layer
             # to layer, until they drown what running means contribute.
             test_points = [*test_points, *self.points]
-            points = (
+            self.points = [
                 network.fresh_point(fits_statistics=True) for _ in range(MORE_POINTS)
-            )
-            self.points = list(points)
-            self.first = Loss({}, {})
+            ]
+            self.first = Loss({}, {}, {})
             num_losses = max(num_losses, MORE_POINTS)
             products = self._inner_products(num_losses, "scale")
-            unsolved = self._unsolved(products)
+            null_spaces = self._null_spaces(products)
+            unsolved = self._unsolved(products, null_spaces)
         sites = {axis.site for cell in unsolved for axis in cell.axes}
         if any(site in self.repeats.block for site in sites):
             raise UnequalBlocks
         self.undecided = bool(unsolved)
         trials = Trials(network, [*self.points, *test_points])
-        scales = {cell: self._null_space(cell, products).basis for cell in cells}
+        scales = {cell: space.basis for cell, space in null_spaces.items()}
         scales = trials.confirmed(scales, factor)
         self.scales = independent_of_others(scales, network.shapes, False)
         if network.small:
@@ -315,52 +321,43 @@ class Law:
                 shape = (3, num_losses, axis.length(network.shapes))
                 values = torch.zeros(shape, dtype=torch.float64, device="cpu")
                 products[leaf, axis.dim, axis.span] = values
-        state_before = network.generator.get_state()
         for number, loss in enumerate(self._losses(num_losses, twin)):
-            self.first = self.first if self.first.gradient else loss
-            self._add_products(products, loss, number)
+            self._add_products(products, loss.weights, loss.gradient, number)
+            if loss.rescaled:
+                self._add_rounding(products, loss)
+            if not self.first.gradient:
+                self.first = loss._replace(rescaled={})  # which takes memory
             enough = (has_enough_rows(cell, products) for cell in self.cells)
             if len(self.points) == 1 and all(enough):
                 break  # losses of large networks are dear
-        quiet = (has_quiet_axes(cell, products) for cell in self.cells)
-        if network.dtype == torch.float32 and any(quiet):
-            self._add_rounding(products, twin, state_before)
         return products
 
-    def _add_products(self, products: Products, loss: Loss, number: int) -> None:
+    def _add_products(
+        self, products: Products, weights: Weights, gradient: Weights, number: int
+    ) -> None:
         """Fill in the inner products of a loss, and the sums of their terms'
         magnitudes.
         """
         places = defaultdict[str, list[Place]](list)
         for place in products:
             places[place[0]].append(place)
-        for leaf in places.keys() & loss.gradient.keys():
-            weight = loss.weights[leaf]
+        for leaf in places.keys() & gradient.keys():
+            weight = weights[leaf]
             epsilon = self.network.epsilons.get(leaf)
             weight = weight + epsilon if epsilon else weight
-            terms = (weight * loss.gradient[leaf].conj()).real
+            terms = (weight * gradient[leaf].conj()).real
             for place in places[leaf]:
-                products[place][PRODUCT, number] = _sums(terms, *place[1:])
+                products[place][PRODUCT, number] = _sums(terms, place)
             magnitudes = terms.abs_()
             for place in places[leaf]:
-                products[place][MAGNITUDE, number] = _sums(magnitudes, *place[1:])
+                products[place][MAGNITUDE, number] = _sums(magnitudes, place)
 
-    def _add_rounding(
-        self, products: Products, twin: Move, state_before: Tensor
-    ) -> None:
-        """Estimate the rounding errors of the first loss in the backward pass: how much
-        its inner products change if the loss is multiplied by a number, and they are
-        divided by it again.
-
-        :param state_before: the generator's state before that loss was drawn.
+    def _add_rounding(self, products: Products, loss: Loss) -> None:
+        """Fill in the rounding errors of the first loss in the backward pass: how much
+        its inner products differ from those of the rescaled loss.
         """
-        network = self.network
-        state_after = network.generator.get_state()
-        network.generator.set_state(state_before)
-        (loss,) = network.losses(self.points[0], 1, twin, RESCALED)
-        network.generator.set_state(state_after)
         again = {p: torch.zeros_like(value[:, :1]) for p, value in products.items()}
-        self._add_products(again, loss, 0)
+        self._add_products(again, loss.weights, loss.rescaled, 0)
         for place, value in products.items():
             product = again[place][PRODUCT, 0] / RESCALED
             value[ROUNDING, 0] = (product - value[PRODUCT, 0]).abs()
@@ -369,17 +366,24 @@ class Law:
         """Iterate over random losses of a twin, at one point after another."""
         for k, point in enumerate(self.points):
             count = len(range(k, num_losses, len(self.points)))
-            yield from self.network.losses(point, count, twin)
+            rescales = k == 0 and self.network.dtype == torch.float32
+            yield from self.network.losses(point, count, twin, rescales)
 
     # proposals ------------------------------------------------------------------------
 
-    def _unsolved(self, products: Products) -> list[LawCell]:
+    def _unsolved(
+        self, products: Products, null_spaces: Mapping[LawCell, NullSpace]
+    ) -> list[LawCell]:
         """Return the cells whose law has too few rows, or too many alike."""
         unsolved = dead_cells(self.cells, products)
-        for cell in self.cells:
-            if not self._null_space(cell, products).is_complete:
+        for cell, null_space in null_spaces.items():
+            if not null_space.is_complete:
                 unsolved.append(cell)
         return unsolved
+
+    def _null_spaces(self, products: Products) -> dict[LawCell, NullSpace]:
+        """Solve the laws of all cells for the exponents of scales."""
+        return {cell: self._null_space(cell, products) for cell in self.cells}
 
     def _null_space(self, cell: LawCell, products: Products) -> NullSpace:
         """Solve a cell's law for the exponents of scales."""
@@ -393,7 +397,7 @@ class Law:
         ]
         live = matrix.audible & torch.tensor(movable, device="cpu")
         buffers = np.array([axis.buffer for axis in cell.axes])
-        return integer_null_space(matrix, live, buffers, self.network.null_tolerance)
+        return integer_null_space(matrix, live, buffers, self.network.tolerances.null)
 
     def _signs(
         self,
@@ -408,6 +412,7 @@ class Law:
         :param products: inner products in the twin of scales.
         :param linear: inner products in the linearised twin.
         """
+        tolerances = self.network.tolerances
         count = len(cell.axes)
         matrix = matrix_of(cell, products)
         if not bool((matrix.magnitude > 0).all()):
@@ -427,11 +432,9 @@ class Law:
         seen_axes[axis_of[seen]] = True
         # Axes that only even functions read flip together; what is nearly silent,
         # trials can't decide.
-        unseen = live & ~seen_axes & (matrix.magnitude > self.network.output_tolerance)
+        unseen = live & ~seen_axes & (matrix.magnitude > tolerances.outputs)
         buffers = np.array([cell.axes[k].buffer for k in axis_of])
-        vectors = integer_null_space(
-            of_reads, seen, buffers, self.network.null_tolerance
-        ).basis
+        vectors = integer_null_space(of_reads, seen, buffers, tolerances.null).basis
         null_space = agreeing(vectors, axis_of.numpy(), seen.numpy(), count)
         proposed = np.array([unseen.tolist(), *null_space], dtype=int)
         # Gains and biases are the pivots, so that streams flip without the gains of
@@ -678,9 +681,10 @@ def _in_two_blocks(
     return {cell: parts[frozenset(repeats.keys(cell.axes))] for cell in cells}
 
 
-def _sums(value: Tensor, dim: int, span: int) -> Tensor:
+def _sums(value: Tensor, place: Place) -> Tensor:
     """Sum a site's entries over all dimensions but those that an axis spans."""
-    along = value.flatten(dim, dim + span - 1).unsqueeze(-1)
+    _, dim, span = place
+    along = spanned(value, dim, span).unsqueeze(-1)
     return along.sum([other for other in range(along.dim()) if other != dim])
 
 

@@ -27,7 +27,7 @@ from pyro_symmetric.discovery.reads import READ
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trials import Bases, LawCell, Place, Proposal, place_of
 from pyro_symmetric.discovery.whole_sites import EXACT
-from pyro_symmetric.groups import Axis
+from pyro_symmetric.groups.axes import spanned
 
 SPARE = 2  # rows of a law beyond its columns, so that no vector fits it by chance
 NO_GRADIENT = 1e-9  # relative magnitude that counts as none
@@ -39,8 +39,7 @@ NOISY = 0.01
 TINY = 1e-300  # divides where a column has no gradient
 
 # ``(3, losses, length)``, with these rows: inner products, sums of their terms'
-# magnitudes, and rounding errors of the first loss (in single precision, if some
-# gradient is quiet; else zeros)
+# magnitudes, and rounding errors of the first loss (in single precision; else zeros)
 Products = dict[Place, Tensor]
 PRODUCT, MAGNITUDE, ROUNDING = range(3)
 
@@ -165,14 +164,6 @@ def has_enough_rows(cell: LawCell, products: Products) -> bool:
     size = _size(cell, products)
     least = len(columns_of_reads(cell, products)) + SPARE
     return size.rows >= least or size.most < least
-
-
-def has_quiet_axes(cell: LawCell, products: Products) -> bool:
-    """Return whether gradients along some axis are so small that they may be nothing
-    but rounding errors of single precision.
-    """
-    magnitude = matrix_of(cell, products, columns_of_reads(cell, products)).magnitude
-    return bool(((magnitude > 0) & (magnitude < QUIET)).any())
 
 
 # null spaces --------------------------------------------------------------------------
@@ -318,15 +309,10 @@ def exponents_of_entries(
         for row, (cell, exponents) in zip(rows, multipliers, strict=True):
             for axis, exponent in zip(cell.axes, exponents, strict=True):
                 if axis.site == site and exponent:
-                    entries = spanned(row, axis).movedim(axis.dim, 0)
+                    entries = spanned(row, axis.dim, axis.span).movedim(axis.dim, 0)
                     first = axis.index[:, : cell.units.count // count].flatten()
                     entries[first] += exponent
         flat = rows.flatten(1).numpy()
         hashes = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
     return np.concatenate(columns, 1)
-
-
-def spanned(value: Tensor, axis: Axis) -> Tensor:
-    """Merge the dimensions that an axis spans."""
-    return value.flatten(axis.dim, axis.dim + axis.span - 1)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.axes import rows
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import pruned
@@ -38,14 +38,17 @@ def rotating_units(
     gradient: Weights,
     tolerance: float,
     stand_in: Mapping[str, str],
+    keys: Callable[[Sequence[Axis]], Sequence[Any]],
 ) -> tuple[str, ...]:
     """Return the names of units whose rotations the law allows at one point.
 
     :param tolerance: of the law, relative to the magnitudes of its terms.
     :param stand_in: site -> the equal site whose gradient is known.
+    :param keys: returns a key for each axis, equal for those in the same place of other
+        blocks.
     """
     names = []
-    verdicts = dict[tuple[Any, ...], bool]()  # equal blocks share theirs
+    verdicts = dict[frozenset[Any], bool]()  # equal blocks share theirs
     for name in group.names("permute"):
         sites = {axis.site for axis in group[name].axes}
         known = {site: stand_in.get(site, site) for site in sites}
@@ -57,11 +60,7 @@ def rotating_units(
         slopes = {site: gradient[known[site]].cpu() for site in sites}
         if any(value.is_complex() for value in values.values()):
             continue
-        places = []
-        for axis in group.axes(name):
-            position = (axis.dim, axis.span, axis.index.cpu().numpy().tobytes())
-            places.append((known[axis.site], *position))
-        block = tuple(sorted(places))
+        block = frozenset(keys(group.axes(name)))
         if block not in verdicts:
             verdicts[block] = _vanishes(group, name, values, slopes, tolerance)
         if verdicts[block]:

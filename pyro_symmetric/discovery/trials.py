@@ -33,6 +33,7 @@ from pyro_symmetric.discovery.linear_twin import (
 from pyro_symmetric.discovery.symmetry import fresh, near
 from pyro_symmetric.discovery.verify import difference, guilty
 from pyro_symmetric.groups import Axis, Units
+from pyro_symmetric.groups.axes import spanned
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Weights
 
@@ -48,14 +49,10 @@ FAR = (
     *((factor, 1.0) for factor in (10.0, 100.0)),
     *((1.0, size) for size in (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)),
 )
-# Relative tolerances by precision: of singular values of laws, of the law of one
-# gradient, and of outputs.
-NULL = {torch.float64: 1e-8, torch.float32: 1e-5}
-LAW = {torch.float64: 1e-8, torch.float32: 1e-4}
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 # the least deviation of biases and gains in single precision, which hides what small
 # ones contribute
 AUDIBLE = 0.3
+RESCALED = 1.1  # no power of two, so that losses times this round differently
 
 # site, or leaf of one of its reads; dim and span of an axis
 Place = tuple[str, int, int]
@@ -88,6 +85,25 @@ def place_of(axis: Axis) -> Place:
     return axis.site, axis.dim, axis.span
 
 
+class Tolerances(NamedTuple):
+    """Relative tolerances in one precision.
+
+    :param null: of singular values of laws.
+    :param law: of the law of one gradient.
+    :param outputs: of changes that pass as rounding.
+    """
+
+    null: float
+    law: float
+    outputs: float
+
+
+TOLERANCES = {
+    torch.float64: Tolerances(null=1e-8, law=1e-8, outputs=1e-7),
+    torch.float32: Tolerances(null=1e-5, law=1e-4, outputs=1e-3),
+}
+
+
 class Point(NamedTuple):
     """Random weights, random inputs of each pass, and the network's outputs there."""
 
@@ -99,10 +115,14 @@ class Point(NamedTuple):
 class Loss(NamedTuple):
     """Weights, and the gradient of a random loss there; each read of a site may have a
     leaf of its own.
+
+    :param rescaled: the gradient of :data:`RESCALED` times the loss, which rounds
+        differently, if it was asked for.
     """
 
     weights: Weights
     gradient: Weights
+    rescaled: Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,19 +173,9 @@ class Network:
         )
 
     @property
-    def null_tolerance(self) -> float:
-        """The relative tolerance of singular values of laws."""
-        return NULL[self.dtype]
-
-    @property
-    def law_tolerance(self) -> float:
-        """The relative tolerance of the law of one gradient."""
-        return LAW[self.dtype]
-
-    @property
-    def output_tolerance(self) -> float:
-        """The relative change of outputs that passes as rounding."""
-        return TOLERANCE[self.dtype]
+    def tolerances(self) -> Tolerances:
+        """The tolerances in the network's precision."""
+        return TOLERANCES[self.dtype]
 
     @cached_property
     def center(self) -> Weights:
@@ -215,11 +225,11 @@ class Network:
         return outputs
 
     def losses(
-        self, point: Point, count: int, twin: Move | None = None, factor: float = 1.0
+        self, point: Point, count: int, twin: Move | None = None, rescales: bool = False
     ) -> Iterator[Loss]:
         """Iterate over random losses of the network, or of a twin, at a point.
 
-        :param factor: multiplies the losses.
+        :param rescales: whether the first one is also rescaled.
         """
         values = dict(point.weights)
         for leaf, site in self.leaves(twin).items():
@@ -228,9 +238,14 @@ class Network:
             leaf: value.detach().requires_grad_() for leaf, value in values.items()
         }
         outputs = self.outputs(weights, point.inputs, twin)
-        outputs = [factor * out for out in outputs]
+        same_loss = torch.Generator("cpu").set_state(self.generator.get_state())
         for gradient in gradients(outputs, weights, count, self.generator):
-            yield Loss(values, gradient)
+            rescaled: Weights = {}
+            if rescales:
+                larger = [RESCALED * out for out in outputs]
+                (rescaled,) = gradients(larger, weights, 1, same_loss)
+            rescales = False
+            yield Loss(values, gradient, rescaled)
 
     # points ---------------------------------------------------------------------------
 
@@ -320,7 +335,7 @@ class Network:
         network has no finite outputs there.
         """
         # Fitted statistics keep every layer's signal, so that rounding accumulates: too
-        # much for single precision.
+        # much for single precision, unless signals explode without them.
         fitted = self.epsilons if fits_statistics or self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
         inputs = self.random_inputs(size)
@@ -389,7 +404,7 @@ class Trials:
                 with torch.no_grad():
                     outputs = self.network.outputs(moved, point.inputs)
                 error = difference(point.outputs, outputs)
-                if not error < self.network.output_tolerance:
+                if not error < self.network.tolerances.outputs:
                     return True
             return False
 
@@ -411,7 +426,7 @@ class Trials:
                     total.setdefault(place_of(axis), zeros)[axis.index] += power
         moved = dict(point.weights)
         for (site, dim, span), power in total.items():
-            value = moved[site].flatten(dim, dim + span - 1)
+            value = spanned(moved[site], dim, span)
             along = power.reshape(-1, *(1 for _ in value.shape[dim + 1 :]))
             factors = (factor ** along.to(value.device)).to(value.real.dtype)
             epsilon = network.epsilons.get(site)

@@ -52,6 +52,7 @@ from pyro_symmetric.discovery.symmetry import (
 )
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
+from pyro_symmetric.groups.axes import spanned
 from pyro_symmetric.groups.elements import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import MOVES, Move
@@ -842,7 +843,7 @@ def _is_on(units: Units, gradient_of: Weights) -> bool:
     for axis in units.axes:
         gradient = gradient_of.get(axis.site)
         if gradient is not None:
-            along = gradient.flatten(axis.dim, axis.dim + axis.span - 1)
+            along = spanned(gradient, axis.dim, axis.span)
             if bool(along.movedim(axis.dim, 0)[axis.index].any()):
                 return True
     return False

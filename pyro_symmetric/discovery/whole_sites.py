@@ -34,7 +34,7 @@ def moves_of_whole_sites(network: Network, loss: Loss) -> dict[str, list[Move]]:
         slopes = loss.gradient[site]
         is_vector = len(shape) == 1 and shape[0] > 1
         total = abs(float(slopes.real.sum()))
-        if is_vector and total <= network.law_tolerance * norm:
+        if is_vector and total <= network.tolerances.law * norm:
             whole_moves.append("shift")
         products = (loss.weights[site] * slopes.conj()).real
         least = EXACT * float(products.abs().sum())

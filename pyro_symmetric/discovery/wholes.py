@@ -34,6 +34,7 @@ from pyro_symmetric.discovery.linear_twin import (
 from pyro_symmetric.discovery.symmetry import Symmetry, fresh, plain_weights
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
+from pyro_symmetric.groups.axes import spanned
 from pyro_symmetric.weights import Weights, drop_names, map_values, select_rows
 
 # weights and parameters of a network, and moves, at most
@@ -262,7 +263,7 @@ class _Wholes:
     def _of_units(self, axis: Axis, chosen: Sequence[int]) -> Tensor:
         """Return the places of some units along an axis."""
         places = self.places[axis.site]
-        along = places.flatten(axis.dim, axis.dim + axis.span - 1).movedim(axis.dim, 0)
+        along = spanned(places, axis.dim, axis.span).movedim(axis.dim, 0)
         return along[axis.index[:, [*chosen]]].flatten()
 
 

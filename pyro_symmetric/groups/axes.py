@@ -145,6 +145,11 @@ def with_rows(value: Tensor, new: Tensor, axis: Axis, site_dims: int) -> Tensor:
     return new.movedim(-site_dims, dim)
 
 
+def spanned(value: Tensor, dim: int, span: int) -> Tensor:
+    """Merge the dimensions of a site that an axis spans."""
+    return value.flatten(dim, dim + span - 1)
+
+
 def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
     """Reshape ``batch + (n,)`` to ``batch + (1, .., n, .., 1)``, along axis ``dim`` of
     a site of ``site_dims`` axes.

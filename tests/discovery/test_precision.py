@@ -296,8 +296,8 @@ def test_axes_without_effect_are_told_from_others_in_single_precision(
 
 @pytest.mark.usefixtures("single")
 def test_units_that_are_dead_at_one_point_are_tried_at_others() -> None:
-    """Two inputs rarely switch on enough of these units: one point fails for half of
-    the seeds, three for 0 of 140.
+    """Two inputs rarely switch on enough of these units: the first point fails for half
+    of the seeds, those that replace it for 0 of 140.
     """
     for seed in range(20):
         torch.manual_seed(seed)
