@@ -39,6 +39,7 @@ from pyro_symmetric.discovery.trace import Deterministic, Trace
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Weights
 
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 EVEN = ("linalg_vector_norm", "norm", "var", "std")
 CHOICES = ("maximum", "minimum", "fmax", "fmin", "where")
 PRODUCTS = ("mul", "mm", "bmm", "matmul", "dot", "vdot", "einsum")
@@ -364,16 +365,16 @@ class _Run:
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
         name = operator_name(target)
-        arguments = bound(target, args, kwargs)
         # a twin's tensors may have other strides
-        if name in ("view", "_unsafe_view") and "dtype" not in arguments:
+        if target in RESHAPES:
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
             return args[1].to(args[0].dtype).expand_as(args[0])
-        normalised = self._normalised(name, arguments)
-        if normalised is not None:
-            returns = len(target._schema.returns)
-            return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
+        if "_norm" in name:
+            normalised = self._normalised(name, bound(target, args, kwargs))
+            if normalised is not None:
+                further = [None] * (len(target._schema.returns) - 1)
+                return (normalised, *further) if further else normalised
         if self.twin == "flip":
             if _is_square(node, name):
                 return target(*args, **kwargs).detach()
@@ -403,7 +404,7 @@ class _Run:
                 )
             else:
                 y = y / (variance + arguments["eps"]).sqrt().reshape(shape)
-        elif self.twin != "flip" or "_norm" not in name or "weight" not in arguments:
+        elif self.twin != "flip" or "weight" not in arguments:
             return None
         elif "group" in name:
             groups = arguments.get("num_groups") or arguments["group"]

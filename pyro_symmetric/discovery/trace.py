@@ -29,6 +29,7 @@ from pyro_symmetric._process import (
     Replaced,
     drawn_seed,
     forked,
+    replaced,
     running_pyro,
     with_both_branches,
     without_fast_attention,
@@ -265,7 +266,13 @@ def _exported(net: TensorsOnly) -> ExportedProgram:
     :raises UntraceableError: if there is no such graph.
     """
     # distributions check their arguments
-    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():
+    with (
+        running_pyro(),
+        _quiet(),
+        with_both_branches(),
+        _without_stack_traces(),
+        torch.enable_grad(),
+    ):
         try:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
             if _functionalise(program.graph):
@@ -348,6 +355,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _without_stack_traces() -> contextlib.AbstractContextManager[None]:
+    """Leave out the stack traces of a graph's nodes, up to a fifth of the time of an
+    export. Versions of PyTorch without this option always write them.
+    """
+    option = "do_not_emit_stack_traces"
+    if not hasattr(torch.fx.config, option):
+        return contextlib.nullcontext()
+    return replaced(torch.fx.config, option, True)
+
+
 # runs ---------------------------------------------------------------------------------
 
 
@@ -419,7 +436,8 @@ class Deterministic(TorchDispatchMode):
         writes = schema is not None and schema.is_mutable and bool(args)
         # else it would write into a copy
         if not writes or self._in_precision(args[0]) is args[0]:
-            args, kwargs = tree_map(self._in_precision, (tuple(args), kwargs))
+            args = [self._in_precision(value) for value in args]
+            kwargs = {name: self._in_precision(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         is_new = isinstance(result, Tensor) and not any(
             isinstance(x, Tensor) for x in (*args, *kwargs.values())
@@ -427,10 +445,11 @@ class Deterministic(TorchDispatchMode):
         return self._in_precision(result) if is_new else result
 
     def _in_precision(self, value: Any) -> Any:
+        """Cast a tensor, or those in a container; replace a dtype."""
+        if isinstance(value, Tensor):
+            return value.to(in_precision(value.dtype, self.dtype))
         if isinstance(value, torch.dtype):
             return in_precision(value, self.dtype)
-        return (
-            value.to(in_precision(value.dtype, self.dtype))
-            if isinstance(value, Tensor)
-            else value
-        )
+        if isinstance(value, list | tuple | dict):
+            return tree_map(self._in_precision, value)
+        return value
