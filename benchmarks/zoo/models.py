@@ -52,7 +52,7 @@ def units_of(symmetry: Any) -> Units:
             place = f"{axis.site}[{dims}]" if dims else axis.site
             flips = "flip" in one_set.moves and axis.exponent % 2
             axes.append(place + "-" * flips)
-        units.append((one_set.number, " ".join(axes)))
+        units.append((one_set.size_text, " ".join(axes)))
     return by_hand(*units)
 
 

@@ -116,7 +116,7 @@ class Element:
                 pieces.append(full.flatten(len(self.batch_shape)))
             self.numbers[move] = torch.cat(pieces, -1)
         if "permute" in self.numbers:
-            steps = images = self.numbers["permute"] + group.nesting[0].to(device)
+            steps = images = self.numbers["permute"] + group.nesting.first.to(device)
             for _ in range(group.depth):  # from one level of nesting to the next
                 images = steps.gather(-1, _carried(group, images))
             self.numbers["permute"] = images
@@ -183,7 +183,7 @@ class Element:
         if move not in self.numbers:
             return {}
         numbers = (
-            self.steps - self.group.nesting[0].to(self.device)
+            self.steps - self.group.nesting.first.to(self.device)
             if move == "permute"
             else self.numbers[move]
         )
@@ -207,7 +207,7 @@ class Element:
         )
 
     def __repr__(self) -> str:
-        sizes = [f"{name}: {self.group[name].number}" for name in self.group.factors]
+        sizes = [f"{name}: {self.group[name].size_text}" for name in self.group.factors]
         return (
             f"Element(batch_shape={tuple(self.batch_shape)}, "
             f"{', '.join(sizes) or 'trivial'})"
@@ -524,7 +524,7 @@ def _carried(group: Group, images: Tensor) -> Tensor:
     """Return the images of all units if only the units around them move, by the images
     of these.
     """
-    _, parent, size = group.nesting.to(images.device)
-    return torch.arange(group.size, device=images.device) + size * (
-        images[..., parent] - parent
-    )
+    parent = group.nesting.parent.to(images.device)
+    copy_size = group.nesting.copy_size.to(images.device)
+    unmoved = torch.arange(group.size, device=images.device)
+    return unmoved + copy_size * (images[..., parent] - parent)

@@ -53,6 +53,19 @@ Members = list[tuple[str, Axis]]
 Runs = Mapping[str, tuple[int, int]]
 
 
+class Nesting(NamedTuple):
+    """The copy that each unit of a group is part of, ``(size,)`` each.
+
+    :param first: the first unit of the copy.
+    :param parent: the unit that the copy lies in; an outermost unit itself.
+    :param copy_size: the number of units in the copy; 0 of outermost units.
+    """
+
+    first: Tensor
+    parent: Tensor
+    copy_size: Tensor
+
+
 class Group:
     """Units with their moves, and the axes of sites along which they lie.
 
@@ -415,13 +428,10 @@ class Group:
 
     @functools.cached_property
     @torch.inference_mode(False)  # the cache outlives the mode it is built in
-    def nesting(self) -> Tensor:
-        """For each unit the first unit of its copy, the unit that it lies in, and the
-        size of its copy: ``(3, size)``.
-
-        Outermost units have themselves and 0.
-        """
-        columns = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
+    def nesting(self) -> Nesting:
+        """For each unit the copy that it is part of."""
+        no_units = torch.zeros(3, 0, dtype=torch.long, device="cpu")
+        columns = [no_units]
         for name, unit_set in self.units.items():
             number = torch.arange(unit_set.count, device="cpu")
             copies = number // unit_set.size
@@ -433,7 +443,7 @@ class Group:
                 size += unit_set.size
             first = start + copies * unit_set.size
             columns.append(torch.stack([first, parent, size]))
-        return torch.cat(columns, 1)
+        return Nesting(*torch.cat(columns, 1))
 
     def _along(self, site: str) -> list[Axis]:
         return [axis for members in self.members(site).values() for _, axis in members]
@@ -472,7 +482,7 @@ class Group:
             return self
         if allowed not in self._restrictions:
             units = [replace(u, moves=u.within(allowed)) for u in self.units.values()]
-            self._restrictions[allowed] = self._checked(
+            self._restrictions[allowed] = self._rebuilt(
                 pruned(units), self.site_shapes, self._runs
             )
         return self._restrictions[allowed]
@@ -528,7 +538,7 @@ class Group:
         units = dict(self.units)
         for name in arguments.listed("names", names, str, "names of units"):
             units[name] = replace(self[name], moves=self[name].without(taken))
-        return self._checked(pruned([*units.values()]), self.site_shapes, self._runs)
+        return self._rebuilt(pruned([*units.values()]), self.site_shapes, self._runs)
 
     def only(self, names: Collection[str]) -> Group:
         """Drop all units but some."""
@@ -548,7 +558,7 @@ class Group:
             for u in self.units.values()
         ]
         shapes = drop_names(self.site_shapes, dropped)
-        return self._checked(
+        return self._rebuilt(
             pruned(units),
             shapes,
             keep_names(self._runs, shapes),
@@ -563,12 +573,12 @@ class Group:
             replace(u, axes=tuple(replace(a, site=rename(a.site)) for a in u.axes))
             for u in self.units.values()
         ]
-        return self._checked(
+        return self._rebuilt(
             units, shapes, {rename(site): run for site, run in self._runs.items()}
         )
 
-    def _checked(self, units: Sequence[Units], shapes: Shapes, runs: Runs) -> Group:
-        """Build a group, in the same view, of units that are checked already."""
+    def _rebuilt(self, units: Sequence[Units], shapes: Shapes, runs: Runs) -> Group:
+        """Build a group, in the same view, of units that were checked before."""
         return Group.__new__(Group)._build(units, shapes, self.of_network, runs)
 
     # elements -------------------------------------------------------------------------

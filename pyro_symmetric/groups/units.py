@@ -65,7 +65,7 @@ class Units:
                 )
 
     @property
-    def number(self) -> str:
+    def size_text(self) -> str:
         """The number of units as text: ``3``, or ``2 x 3`` for three in each of two
         copies.
         """
@@ -203,7 +203,7 @@ def unit_rows(units: Mapping[str, Units]) -> list[tuple[str, ...]]:
             rows.append(
                 (
                     indent + unit_set.name,
-                    unit_set.number,
+                    unit_set.size_text,
                     ", ".join(m for m in MOVES if m in unit_set.moves),
                     ", ".join(axes),
                 )

@@ -27,7 +27,7 @@ def units_of(symmetry: ps.Symmetry) -> Units:
             f"{axis.site}[{axis.dim}]" + "-" * (signed and axis.exponent % 2)
             for axis in units.axes
         )
-        found.add((units.number, axes))
+        found.add((units.size_text, axes))
     return found
 
 
