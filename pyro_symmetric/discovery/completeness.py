@@ -52,7 +52,7 @@ class Completeness:
     library doesn't act with these. Permutations and signs have no tangents.
 
     :ivar weights: the number of weights (with the running statistics that the symmetry
-        moves).
+        moves); complex ones are two numbers.
     :ivar null: the dimension of the Jacobian's null space, at generic weights and to
         first order.
     :ivar found: the dimension of the scales and shifts of the symmetry, and of the
@@ -137,7 +137,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     """Return normalised gradients of random losses, which span the Jacobian's rows:
     more than there are weights.
     """
-    size = sum(value.numel() for value in weights.values())
+    size = sum(len(_numbers(value)) for value in weights.values())
     rows = []
     leaves = map_values(lambda value: value.clone().requires_grad_(), weights)
     needed = size + size // 4 + 64
@@ -148,7 +148,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
         entries = sum(out.numel() for out in outputs if out.requires_grad)
         for gradient in gradients(outputs, leaves, min(LOSSES, entries)):
             blocks = [
-                gradient.get(site, torch.zeros_like(value)).flatten()
+                _numbers(gradient.get(site, torch.zeros_like(value)))
                 for site, value in weights.items()
             ]
             row = torch.cat(blocks).cpu()
@@ -159,6 +159,14 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
         "no output of the network depends on these weights; there is no Jacobian to "
         "look at"
     )
+
+
+def _numbers(value: Tensor, batch_dims: int = 0) -> Tensor:
+    """Return the real numbers of a tensor, two for a complex one, along one axis after
+    its batch dimensions.
+    """
+    numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return numbers.reshape(*value.shape[:batch_dims], -1)
 
 
 def _like(value: Tensor, size: float) -> Tensor:
@@ -237,7 +245,7 @@ def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
                 for step in steps
             )
             moved = [
-                (up[site] - down[site]).expand(len(steps[0]), *v.shape).flatten(1)
+                _numbers((up[site] - down[site]).expand(len(steps[0]), *v.shape), 1)
                 for site, v in weights.items()
             ]
             yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu() / (2 * STEP)

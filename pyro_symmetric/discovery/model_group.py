@@ -38,9 +38,15 @@ def built_group(
     for factor in factors:
         if factor.outer is None:
             remaining = builder.add_outer(factor, remaining)
+    by_places = {factor.places: factor for factor in factors}
     for factor in factors:
-        if factor.outer is not None:
-            builder.add_inner(factor)
+        if factor.outer is None:
+            continue
+        outer = by_places[factor.outer]
+        if outer.outer == factor.places:
+            builder.add_entries(outer, factor)
+        else:
+            builder.add_inner(factor, outer)
     for flip in remaining:
         builder.add_flip(flip)
     return builder.built()
@@ -50,12 +56,15 @@ class _Builder:
     """Collects units for a group.
 
     :ivar names: the places of outermost factors -> the names of their units.
+    :ivar tables: the places of factors whose units, with those of another factor, are
+        the rows and columns of a table.
     """
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.units: dict[str, Units] = {}
         self.names: dict[PlaceSet, str] = {}
+        self.tables: set[PlaceSet] = set()
         self.remarks: list[str] = []
 
     def add_outer(self, factor: Factor, flips: list[SignFlip]) -> list[SignFlip]:
@@ -81,35 +90,59 @@ class _Builder:
             remaining.append(SignFlip(outside, flip.places))
         return remaining
 
-    def add_inner(self, factor: Factor) -> None:
+    def add_inner(self, factor: Factor, outer: Factor) -> None:
         """Add units that permute inside others."""
-        assert factor.outer is not None
-        parent = self.units[self.names[factor.outer]]
-        outer_dims = {place.site: place.dim for place in factor.outer}
+        if outer.places not in self.names:
+            places = " and ".join(map(str, sorted(factor.places)))
+            self.remarks.append(f"units along {places} permute inside further units")
+            return
+        parent = self.units[self.names[outer.places]]
+        axes = self._axes_inside(factor, outer)
+        if axes is None:
+            return
+        name = self._name(factor.places)
+        self.units[name] = Units(
+            name,
+            len(factor.units),
+            axes,
+            parent=parent.name,
+            copies=parent.size,
+        )
+
+    def add_entries(self, rows: Factor, columns: Factor) -> None:
+        """Add the entries of a table, which all permute, as rows do in each column and
+        columns in each row.
+        """
+        if rows.places in self.tables:
+            return
+        self.tables.add(columns.places)
+        axes = self._axes_inside(columns, rows)
+        if axes is not None:
+            name = self._name(columns.places)
+            self.units[name] = Units(name, len(rows.units) * len(columns.units), axes)
+
+    def _axes_inside(self, factor: Factor, outer: Factor) -> tuple[Axis, ...] | None:
+        """Return the axes of units inside others; None, with a remark, if these don't
+        lie along neighbouring axes.
+        """
+        outer_dims = {place.site: place.dim for place in outer.places}
         axes = []
         for place in sorted(factor.places):
             first, last = sorted((place.dim, outer_dims[place.site]))
             if last != first + 1 or place.blocks > 1:
                 self.remarks.append(
-                    f"units along {place} permute in each of the {parent.size} units "
-                    f"of {parent.name!r}; a group can express that if the two axes are "
-                    "neighbours"
+                    f"units along {place} permute in each of the {len(outer.units)} "
+                    f"units along axis {outer_dims[place.site]}; a group can express "
+                    "that if the two axes are neighbours"
                 )
-                return
+                return None
             shape = self.shapes[place.site]
             grid = torch.arange(shape[first] * shape[last], device="cpu")
             grid = grid.reshape(shape[first], shape[last])
             by_outer = grid if outer_dims[place.site] < place.dim else grid.T
-            index = by_outer[:, list(factor.units)].reshape(1, -1)
+            index = by_outer[list(outer.units)][:, list(factor.units)].reshape(1, -1)
             axes.append(Axis(place.site, first, index, span=2))
-        name = self._name(factor.places)
-        self.units[name] = Units(
-            name,
-            len(factor.units),
-            tuple(axes),
-            parent=parent.name,
-            copies=parent.size,
-        )
+        return tuple(axes)
 
     def add_flip(self, flip: SignFlip) -> None:
         """Add units, or whole sites, that only change their signs."""

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,16 +32,31 @@ from pyro_symmetric.weights import Weights
 PROBES = 2
 
 
+class Slope(NamedTuple):
+    """The gradient of a loss at some weights, by site."""
+
+    weights: Weights
+    gradient: Weights
+
+    def of_sites(self, sources: Mapping[str, str]) -> Slope:
+        """Return the numbers of some sites, from their sources: themselves, or equal
+        ones.
+        """
+        weights = {site: self.weights[sources[site]].cpu() for site in sources}
+        gradient = {site: self.gradient[sources[site]].cpu() for site in sources}
+        return Slope(weights, gradient)
+
+
 def rotating_units(
     group: Group,
-    weights: Weights,
-    gradient: Weights,
+    slopes: Sequence[Slope],
     tolerance: float,
     stand_in: Mapping[str, str],
     keys: Callable[[Sequence[Axis]], Sequence[Any]],
 ) -> tuple[str, ...]:
-    """Return the names of units whose rotations the law allows at one point.
+    """Return the names of units whose rotations the law allows at all points.
 
+    :param slopes: one for each point. At one alone, ReLUs may be linear.
     :param tolerance: of the law, relative to the magnitudes of its terms.
     :param stand_in: site -> the equal site whose gradient is known.
     :param keys: returns a key for each axis, equal for those in the same place of other
@@ -49,31 +64,45 @@ def rotating_units(
     """
     names = []
     verdicts = dict[frozenset[Any], bool]()  # equal blocks share theirs
+    first = slopes[0]
     for name in group.names("permute"):
         sites = {axis.site for axis in group[name].axes}
-        known = {site: stand_in.get(site, site) for site in sites}
-        if not may_rotate(group, group[name]):
+        sources = {site: stand_in.get(site, site) for site in sites}
+        has_gradient = set(sources.values()) <= first.gradient.keys()
+        if not (has_gradient and may_rotate(group, group[name])):
             continue
-        if not all(gradient_site in gradient for gradient_site in known.values()):
-            continue
-        values = {site: weights[known[site]].cpu() for site in sites}
-        slopes = {site: gradient[known[site]].cpu() for site in sites}
-        if any(value.is_complex() for value in values.values()):
+        if any(first.weights[source].is_complex() for source in sources.values()):
             continue
         block = frozenset(keys(group.axes(name)))
         if block not in verdicts:
-            verdicts[block] = _vanishes(group, name, values, slopes, tolerance)
+            of_units = [slope.of_sites(sources) for slope in slopes]
+            verdicts[block] = _vanishes(group, name, of_units, tolerance)
         if verdicts[block]:
             names.append(name)
     return tuple(names)
 
 
 def _vanishes(
-    group: Group, name: str, values: Weights, slopes: Weights, tolerance: float
+    group: Group, name: str, slopes: Sequence[Slope], tolerance: float
 ) -> bool:
     """Return whether the matrix of the law, times random columns, vanishes beside the
-    norms of its terms.
+    norms of its terms, at all points together.
     """
+    laws = [_law(group, name, slope) for slope in slopes]
+    violation = sum(law.violation for law in laws)
+    norms = sum(law.norms for law in laws)
+    return norms > 0 and violation <= tolerance * norms
+
+
+class _Terms(NamedTuple):
+    """The norm of the matrix of a law, and those of its terms, summed."""
+
+    violation: float
+    norms: float
+
+
+def _law(group: Group, name: str, slope: Slope) -> _Terms:
+    """Return the norms of the law of rotations at one point, by random columns."""
     units = group[name]
     shape = (units.copies, units.size)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -83,8 +112,7 @@ def _vanishes(
     for axis in group.axes(name):
         dims = len(group.view_shapes[axis.site])
         entries, gradient = (
-            rows(group.view(axis.site, sites[axis.site]), axis, dims)
-            for sites in (values, slopes)
+            rows(group.view(axis.site, sites[axis.site]), axis, dims) for sites in slope
         )
         norms += float(entries.norm()) * float(gradient.norm())
         entries = entries.unflatten(0, shape)
@@ -95,8 +123,7 @@ def _vanishes(
             for column in columns.to(entries).split(1, dim=1)
         ]
         violation = violation + torch.cat(products, -1)
-    typical = float(violation.norm()) / math.sqrt(PROBES)
-    return norms > 0 and typical <= tolerance * norms
+    return _Terms(float(violation.norm()) / math.sqrt(PROBES), norms)
 
 
 def rotated(group: Group, names: Sequence[str]) -> Group:

@@ -324,3 +324,44 @@ def test_arguments_by_name_and_the_random_state():
     result = ps.discovery.completeness(symmetry, net, x, kwargs={"mask": mask})
     assert torch.equal(state, torch.get_rng_state())
     assert result.null == 4  # the row and the bias of an output that is masked
+
+
+class Complex(nn.Module):
+    """Three complex inputs, four units and two outputs."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.a = nn.Linear(3, 4, dtype=torch.cfloat)
+        self.b = nn.Linear(4, 2, dtype=torch.cfloat)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.activation(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("activation", "null", "found"),
+    [
+        # a scale of each unit
+        (lambda h: torch.complex(h.real.relu(), h.imag.relu()), 4, 4),
+        # a phase of each unit, which no group here holds
+        (lambda h: h * torch.sigmoid(h.abs()), 4, 0),
+        # 2 x 3 entries and 2 biases of the function, of 26 complex weights
+        (lambda h: h, 52 - 2 * 8, 4),
+    ],
+)
+def test_complex_weights_are_two_numbers_each(activation, null, found):
+    net, x = Complex(activation), torch.randn(5, 3, dtype=torch.cfloat)
+    result = ps.discovery.completeness(ps.find_symmetry(net, x), net, x)
+    assert (result.weights, result.null, result.found) == (52, null, found)
+    assert not result.doubts
+
+
+def test_a_weight_that_is_one_number_is_counted():
+    # one norm for the whole matrix
+    layer = parametrizations.weight_norm(nn.Linear(3, 5), dim=None)
+    net, x = nn.Sequential(layer, nn.ReLU(), nn.Linear(5, 2)), torch.randn(5, 3)
+    result = ps.discovery.completeness(ps.find_symmetry(net, x), net, x)
+    # Five scales of units by all weights of the first layer, of which the library has
+    # none, as the norm mixes rows; and that of the matrix that is normalised.
+    assert (result.null, result.found) == (6, 1)

@@ -392,3 +392,47 @@ def test_signs_of_two_positions_that_flip_together_are_said(model, count):
     symmetry = ps.find_symmetry(model)
     found = round(math.exp(symmetry.signs.log_order()))
     assert ("flip together" in str(symmetry)) == (found < count)
+
+
+def entries_permuted(points: Tensor) -> Iterator[Tensor]:
+    for image in permuted(points.flatten(1)):
+        yield image.reshape(points.shape)
+
+
+def all_entries_alike() -> None:
+    observe(normal("A", 3, 2).exp().sum())
+
+
+def two_plates() -> None:
+    with pyro.plate("columns", 3), pyro.plate("rows", 2):
+        entries = pyro.sample("A", dist.Normal(0.0, 1.0))
+    observe(entries.exp().mean())
+
+
+@pytest.mark.parametrize("model", [all_entries_alike, two_plates])
+def test_entries_of_a_matrix_permute_if_rows_and_columns_do_by_themselves(model):
+    symmetry = ps.find_symmetry(model)
+    assert symmetry.group.factors == {"A": 6}
+    assert not symmetry.at_least
+    assert math.exp(symmetry.group.log_order()) == pytest.approx(
+        brute_force(model, entries_permuted)
+    )
+
+
+def test_entries_that_further_axes_permute_are_said_to_have_more() -> None:
+    symmetry = ps.find_symmetry(lambda: observe(normal("A", 2, 2, 2).exp().sum()))
+    assert symmetry.group.factors == {"A": 4}
+    assert symmetry.at_least
+    assert "A[2]" in str(symmetry)
+
+
+def test_tables_of_two_sites_permute_together_as_their_rows_and_columns_lie() -> None:
+    def model() -> None:
+        product = normal("A", 3, 2) @ normal("B", 2, 3)
+        observe((product.diagonal() ** 3).sum() + product.trace())
+
+    def traced() -> None:
+        observe((normal("A", 3, 2) @ normal("B", 2, 3)).trace())
+
+    assert ps.find_symmetry(traced).permutations.factors == {"A": 6}
+    assert ps.find_symmetry(model).permutations.factors != {"A": 6}

@@ -250,3 +250,11 @@ def test_rotations_that_make_up_no_group_are_left_out_unverified_too(verify):
     assert left_out == ([] if verify else ["attention"])
     for name in left_out:
         assert f"{name}: rotations that make up no group" in str(symmetry)
+
+
+def test_relus_that_are_linear_at_the_example_are_not_taken_for_rotations():
+    for seed in range(30):  # both units are on for all rows in 1 of 30
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2))
+        symmetry = ps.find_symmetry(net, torch.randn(5, 3), verify=False)
+        assert not symmetry.rotating
