@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
 from pyro_symmetric.weights import Tensors, map_values
 
 MAX_ENTRIES_SHOWN = 32  # of a site
+MOST_DECIMALS = 6
 
 
 class Summary(pd.DataFrame):
@@ -68,19 +70,38 @@ class Summary(pd.DataFrame):
     def __repr__(self) -> str:
         lines = [*self.lead, ""] if self.lead else []
         if len(self):
+            cells = self._cells()
             width = max(map(len, self.index))
-            lines.append(" " * width + "".join(f"{head:>10}" for head in self.columns))
-            for name, *row in self.itertuples():
-                cells = "".join(f"{value:>10.2f}" for value in row)
-                lines.append(f"{name:>{width}}{cells}")
+            column = max(10, 1 + max(len(cell) for row in cells for cell in row))
+            for name, row in zip(
+                ["", *self.index], [self.columns, *cells], strict=True
+            ):
+                text = "".join(f"{cell:>{column}}" for cell in row)
+                lines.append(f"{name:>{width}}{text}")
         if self.sites:
             lines += [""] * bool(len(self)) + [table(self._site_rows())]
         return "\n".join([*lines, self.counted])
 
     def _repr_html_(self) -> str:
-        entries = self.to_html(float_format="{:.2f}".format) if len(self) else ""
+        frame = pd.DataFrame(self._cells(), self.index, self.columns)
+        entries = frame.to_html() if len(self) else ""
         sites = html_table("", self._site_rows()) if self.sites else ""
         return html_table("", remarks=self.lead) + entries + sites + self.counted
+
+    def _cells(self) -> list[list[str]]:
+        """Return the numbers of the entries as text: two decimals, or as many as show
+        two digits of a small standard deviation.
+        """
+        rows = []
+        for mean, std, *quantiles in self.iloc[:, :5].itertuples(index=False):
+            style = ".2f"
+            if 0 < std < 0.01:
+                decimals = 1 - math.floor(math.log10(std))
+                style = f".{decimals}f" if decimals <= MOST_DECIMALS else ".2e"
+            rows.append([format(value, style) for value in (mean, std, *quantiles)])
+        for row, further in zip(rows, self.iloc[:, 5:].to_numpy(), strict=True):
+            row += [f"{value:.2f}" for value in further]
+        return rows
 
     def _site_rows(self) -> list[Names]:
         return [HEAD, *(site_row(*site) for site in self.sites.items())]

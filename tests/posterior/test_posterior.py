@@ -415,3 +415,23 @@ def test_a_posterior_without_entries_or_draws_goes_through_everything(tmp_path, 
     posterior.save(tmp_path / "p")
     assert Posterior.load(tmp_path / "p").samples["w"].shape == shape
     assert posterior.to_arviz().posterior["w"].shape == shape
+
+
+def test_a_printed_summary_shows_two_digits_of_small_deviations_and_parts_columns():
+    noise = torch.randn(2, 100, 1, dtype=torch.float64)
+    draws = {
+        "plain": noise,
+        "small": 3 + 1e-3 * noise,
+        "tiny": 1e-9 * noise,
+        "large": 1e6 + noise,
+    }
+    lines = repr(ps.summary(draws, None)).splitlines()
+    std = noise.std().item()
+    cells = {line.split()[0]: line.split()[1:] for line in lines[1:5]}
+    assert cells["plain[0]"][1] == f"{std:.2f}"
+    assert cells["small[0]"][1] in (f"{1e-3 * std:.4f}", f"{1e-3 * std:.5f}")
+    assert cells["small[0]"][0].startswith(("2.999", "3.000"))
+    assert cells["tiny[0]"][1] == f"{1e-9 * std:.2e}"
+    assert all(len(row) == 7 for row in cells.values())  # no two run together
+    shown = ps.summary(draws, None)._repr_html_()
+    assert f"<td>{1e-9 * std:.2e}</td>" in shown
