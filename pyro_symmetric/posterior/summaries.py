@@ -95,7 +95,7 @@ class Summary(pd.DataFrame):
         rows = []
         for mean, std, *quantiles in self.iloc[:, :5].itertuples(index=False):
             style = ".2f"
-            if 0 < std < 0.01:
+            if 0 < std < 0.005:
                 decimals = 1 - math.floor(math.log10(std))
                 style = f".{decimals}f" if decimals <= MOST_DECIMALS else ".2e"
             rows.append([format(value, style) for value in (mean, std, *quantiles)])
