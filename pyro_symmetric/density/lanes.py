@@ -43,6 +43,7 @@ LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evalu
 MOST_REMEMBERED = 2**20  # numbers of all constants, for programs to serve later calls
 LARGE_MATRIX = 20**2  # entries; LAPACK takes them with the chains first
 SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
+FEW_TERMS = 8  # up to which the products of two matrices of each chain are sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,10 +376,7 @@ def _cumulative_sum(call: Call) -> Lanes:
     axis = call.arguments["dim"] % rank
     size = values.shape[axis]
     if size > SHORT_SUM:
-        from torch._inductor.inductor_prims import force_stride_order
-
-        along_last = values.movedim(axis, -1).contiguous()
-        along_last = force_stride_order(along_last, along_last.stride())
+        along_last = _contiguous(values.movedim(axis, -1))
         return Lanes(along_last.cumsum(-1).movedim(-1, axis).contiguous())
     number = torch.arange(size, device=values.device)
     is_term = (number[:, None] >= number).reshape(size, size, *[1] * rank)
@@ -441,7 +439,29 @@ def _matrix_product(call: Call) -> Any:
         return Lanes(torch.tensordot(first, second.values, 1))
     if isinstance(second, Tensor):
         return Lanes(torch.matmul(second.t(), first.values))
-    return _mapped(call)
+    return _product_of_each_chain(call)
+
+
+def _product_of_each_chain(call: Call) -> Any:
+    """Multiply the matrices of each chain, term by term if few terms are summed, which
+    vectorises; else with the chains first, as products of strided matrices are slow.
+    """
+    first, second = call.arguments.values()
+    if not (isinstance(first, Lanes) and isinstance(second, Lanes)):
+        return _mapped(call)
+    if first.values.shape[-2] <= FEW_TERMS:
+        terms = first.values.unsqueeze(-2) * second.values.unsqueeze(-4)
+        return Lanes(terms.sum(-3))
+    chains_first = [_contiguous(x.values.movedim(-1, 0)) for x in (first, second)]
+    return Lanes(torch.matmul(*chains_first).movedim(0, -1))
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    """Copy a tensor into its order of axes, which programs would choose otherwise."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    value = value.contiguous()
+    return force_stride_order(value, value.stride())
 
 
 def _sum_with_product(call: Call) -> Any:
@@ -535,6 +555,7 @@ _BY_RULE: dict[Callable[[Call], Any], Args] = {
     _index_put: (aten.index_put, aten._unsafe_index_put),
     _diagonal_scattered: (aten.diagonal_scatter,),
     _matrix_product: (aten.mm, aten.mv, aten.dot),
+    _product_of_each_chain: (aten.bmm,),
     _sum_with_product: (aten.addmm,),
     _checked: (aten._linalg_check_errors,),
 }

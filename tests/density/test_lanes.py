@@ -139,7 +139,28 @@ def products_and_scatters() -> None:
     pyro.factor("f", -products.square().sum() - (of_rows * every).sum())
 
 
+def factors() -> None:
+    """Products of matrices of each chain: of few and of many terms, alone and in
+    batches, with a constant and with itself.
+    """
+    few = pyro.sample("few", dist.Normal(torch.zeros(5, 2), 1.0).to_event(2))
+    many = pyro.sample("many", dist.Normal(torch.zeros(3, 12), 1.0).to_event(2))
+    loadings = pyro.sample("loadings", dist.Normal(torch.zeros(2, 12), 1.0).to_event(2))
+    batch = pyro.sample("batch", dist.Normal(torch.zeros(2, 3, 12), 1.0).to_event(3))
+    constant = torch.linspace(-1.0, 1.0, 24).reshape(2, 12, 1).to(few)
+    products = [
+        few @ loadings,
+        many @ loadings.T,
+        many @ many.T,
+        batch @ many.T,
+        batch.mT @ batch,
+        batch @ constant,
+    ]
+    pyro.factor("f", -torch.stack([p.sin().sum() for p in products]).square().sum())
+
+
 MODELS = [
+    factors,
     products_and_scatters,
     varying_slopes,
     mixture,
