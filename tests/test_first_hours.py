@@ -127,3 +127,14 @@ def test_the_evidence_of_an_unconverged_guide_is_doubted_in_words() -> None:
     assert "less than one effective" in doubt
     assert "train the guide for longer" in doubt
     assert doubts_of(EvidenceEstimate(-50.0, 0.01, 512, 400.0), 0.2, 0.1, -50.1) == ()
+
+
+def test_data_that_were_forgotten_are_said_to_be_missing() -> None:
+    def model(x: Tensor, y: Tensor | None = None) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    guide = ps.AutoSymmetrized(model, None).setup(DATA, 2 * DATA)
+    with pytest.raises(ValueError, match=r"\['y'\].* its arguments lack the data"):
+        ps.evidence(guide, DATA)

@@ -38,33 +38,36 @@ def built_group(
     for factor in factors:
         if factor.outer is None:
             remaining = builder.add_outer(factor, remaining)
-    by_places = {factor.places: factor for factor in factors}
+    outer_of = {_alone(factor): factor.outer for factor in factors}
     for factor in factors:
         if factor.outer is None:
             continue
-        outer = by_places[factor.outer]
-        if outer.outer == factor.places:
-            builder.add_entries(outer, factor)
+        if outer_of.get(factor.outer) == _alone(factor):
+            builder.add_entries(factor)
         else:
-            builder.add_inner(factor, outer)
+            builder.add_inner(factor, factor.outer)
     for flip in remaining:
         builder.add_flip(flip)
     return builder.built()
 
 
+def _alone(factor: Factor) -> Factor:
+    """Return the units without those that they lie in."""
+    return factor._replace(outer=None)
+
+
 class _Builder:
     """Collects units for a group.
 
-    :ivar names: the places of outermost factors -> the names of their units.
-    :ivar tables: the places of factors whose units, with those of another factor, are
-        the rows and columns of a table.
+    :ivar names: outermost factors -> the names of their units.
+    :ivar rows_of_tables: factors whose units are rows of tables that were added.
     """
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.units: dict[str, Units] = {}
-        self.names: dict[PlaceSet, str] = {}
-        self.tables: set[PlaceSet] = set()
+        self.names: dict[Factor, str] = {}
+        self.rows_of_tables: set[Factor] = set()
         self.remarks: list[str] = []
 
     def add_outer(self, factor: Factor, flips: list[SignFlip]) -> list[SignFlip]:
@@ -81,7 +84,7 @@ class _Builder:
         moves = PERMUTE | FLIP if flip.places else PERMUTE
         name = self._name(factor.places)
         self.units[name] = Units(name, len(factor.units), tuple(axes), moves=moves)
-        self.names[factor.places] = name
+        self.names[_alone(factor)] = name
         if not flip.places:
             return flips
         remaining = [sign for sign in flips if sign is not flip]
@@ -92,11 +95,12 @@ class _Builder:
 
     def add_inner(self, factor: Factor, outer: Factor) -> None:
         """Add units that permute inside others."""
-        if outer.places not in self.names:
+        if outer not in self.names:
             places = " and ".join(map(str, sorted(factor.places)))
             self.remarks.append(f"units along {places} permute inside further units")
             return
-        parent = self.units[self.names[outer.places]]
+        self._say_what_is_outside(outer)
+        parent = self.units[self.names[outer]]
         axes = self._axes_inside(factor, outer)
         if axes is None:
             return
@@ -109,21 +113,39 @@ class _Builder:
             copies=parent.size,
         )
 
-    def add_entries(self, rows: Factor, columns: Factor) -> None:
-        """Add the entries of a table, which all permute, as rows do in each column and
-        columns in each row.
+    def add_entries(self, columns: Factor) -> None:
+        """Add the entries of a table, which all permute, as columns do in each row and
+        rows in each column; or rows and columns, if a group can't hold that.
         """
-        if rows.places in self.tables:
+        rows = columns.outer
+        assert rows is not None
+        if _alone(columns) in self.rows_of_tables:
             return
-        self.tables.add(columns.places)
+        self.rows_of_tables.add(rows)
+        self._say_what_is_outside(rows)
+        self._say_what_is_outside(columns)
         axes = self._axes_inside(columns, rows)
-        if axes is not None:
-            name = self._name(columns.places)
-            self.units[name] = Units(name, len(rows.units) * len(columns.units), axes)
+        if axes is None:
+            self.add_outer(rows, [])
+            self.add_outer(columns, [])
+            return
+        name = self._name(columns.places)
+        self.units[name] = Units(name, len(rows.units) * len(columns.units), axes)
+
+    def _say_what_is_outside(self, outer: Factor) -> None:
+        """Add a remark that what permutes inside some positions does so in the others:
+        an exchange in all positions leaves it, after those inside.
+        """
+        if len(outer.units) < outer.length:
+            places = " and ".join(map(str, sorted(outer.places)))
+            self.remarks.append(
+                f"what exchanges in each of the positions {[*outer.units]} of {places} "
+                "exchanges in the others by themselves, too"
+            )
 
     def _axes_inside(self, factor: Factor, outer: Factor) -> tuple[Axis, ...] | None:
-        """Return the axes of units inside others; None, with a remark, if these don't
-        lie along neighbouring axes.
+        """Return the axes of units inside others; None if these don't lie along
+        neighbouring axes, with a remark.
         """
         outer_dims = {place.site: place.dim for place in outer.places}
         axes = []
@@ -132,16 +154,16 @@ class _Builder:
             if last != first + 1 or place.blocks > 1:
                 self.remarks.append(
                     f"units along {place} permute in each of the {len(outer.units)} "
-                    f"units along axis {outer_dims[place.site]}; a group can express "
-                    "that if the two axes are neighbours"
+                    f"units along axis {outer_dims[place.site]} of {place.site!r}; a "
+                    "group can express that if the two axes are neighbours"
                 )
                 return None
             shape = self.shapes[place.site]
             grid = torch.arange(shape[first] * shape[last], device="cpu")
             grid = grid.reshape(shape[first], shape[last])
             by_outer = grid if outer_dims[place.site] < place.dim else grid.T
-            index = by_outer[list(outer.units)][:, list(factor.units)].reshape(1, -1)
-            axes.append(Axis(place.site, first, index, span=2))
+            entries = by_outer[list(outer.units)][:, list(factor.units)]
+            axes.append(Axis(place.site, first, entries.reshape(1, -1), span=2))
         return tuple(axes)
 
     def add_flip(self, flip: SignFlip) -> None:
@@ -156,9 +178,13 @@ class _Builder:
         )
         name = self._name(flip.places)
         count = len(flip.positions)
-        for places, parent_name in self.names.items():
+        for outer, parent_name in self.names.items():
             parent = self.units[parent_name]
-            if flip.places <= places and parent.size == count and parent.copies == 1:
+            if (
+                flip.places <= outer.places
+                and parent.size == count
+                and parent.copies == 1
+            ):
                 self.units[name] = Units(name, 1, axes, parent_name, count, FLIP)
                 return
         self.units[name] = Units(name, count, axes, moves=FLIP)

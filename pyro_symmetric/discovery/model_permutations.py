@@ -38,13 +38,13 @@ class Factor(NamedTuple):
     :param units: their positions.
     :param places: the axes along which they exchange.
     :param length: the number of units along these axes.
-    :param outer: the places of the units in each of which these permute by themselves.
+    :param outer: the units in each of which these permute by themselves.
     """
 
     units: tuple[int, ...]
     places: PlaceSet
     length: int
-    outer: PlaceSet | None = None
+    outer: Factor | None = None
 
     @property
     def generators(self) -> tuple[SiteMove, ...]:
@@ -387,7 +387,7 @@ def _placed_inside(
         if nested:
             inner = _ExchangeInside(factor, outer_dims, outer.units[0])
             if all(searcher.holds([(inner, factor.places)])):
-                return factor._replace(outer=outer.places)
+                return factor._replace(outer=outer)
     return factor
 
 

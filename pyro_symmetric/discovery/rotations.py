@@ -39,8 +39,9 @@ class Slope(NamedTuple):
     gradient: Weights
 
     def of_sites(self, sources: Mapping[str, str]) -> Slope:
-        """Return the numbers of some sites, from their sources: themselves, or equal
-        ones.
+        """Return the numbers of some sites.
+
+        :param sources: site -> the site that has its numbers: itself, or an equal one.
         """
         weights = {site: self.weights[sources[site]].cpu() for site in sources}
         gradient = {site: self.gradient[sources[site]].cpu() for site in sources}
@@ -86,22 +87,23 @@ def _vanishes(
     group: Group, name: str, slopes: Sequence[Slope], tolerance: float
 ) -> bool:
     """Return whether the matrix of the law, times random columns, vanishes beside the
-    norms of its terms, at all points together.
+    norms of its terms, summed over the points where it is finite.
     """
-    laws = [_law(group, name, slope) for slope in slopes]
+    laws = [_norms_of_law(group, name, slope) for slope in slopes]
+    laws = [law for law in laws if math.isfinite(law.violation + law.norms)]
     violation = sum(law.violation for law in laws)
     norms = sum(law.norms for law in laws)
     return norms > 0 and violation <= tolerance * norms
 
 
-class _Terms(NamedTuple):
-    """The norm of the matrix of a law, and those of its terms, summed."""
+class _Norms(NamedTuple):
+    """The norm of the matrix of a law, and the sum of those of its terms."""
 
     violation: float
     norms: float
 
 
-def _law(group: Group, name: str, slope: Slope) -> _Terms:
+def _norms_of_law(group: Group, name: str, slope: Slope) -> _Norms:
     """Return the norms of the law of rotations at one point, by random columns."""
     units = group[name]
     shape = (units.copies, units.size)
@@ -123,7 +125,7 @@ def _law(group: Group, name: str, slope: Slope) -> _Terms:
             for column in columns.to(entries).split(1, dim=1)
         ]
         violation = violation + torch.cat(products, -1)
-    return _Terms(float(violation.norm()) / math.sqrt(PROBES), norms)
+    return _Norms(float(violation.norm()) / math.sqrt(PROBES), norms)
 
 
 def rotated(group: Group, names: Sequence[str]) -> Group:

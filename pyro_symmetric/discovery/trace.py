@@ -360,9 +360,10 @@ def _without_stack_traces() -> contextlib.AbstractContextManager[None]:
     export. Versions of PyTorch without this option always write them.
     """
     option = "do_not_emit_stack_traces"
-    if not hasattr(torch.fx.config, option):
+    config = getattr(torch.fx, "config", None)
+    if not hasattr(config, option):
         return contextlib.nullcontext()
-    return replaced(torch.fx.config, option, True)
+    return replaced(config, option, True)
 
 
 # runs ---------------------------------------------------------------------------------
@@ -446,10 +447,13 @@ class Deterministic(TorchDispatchMode):
 
     def _in_precision(self, value: Any) -> Any:
         """Cast a tensor, or those in a container; replace a dtype."""
+        if isinstance(value, list | tuple | dict):
+            return tree_map(self._leaf_in_precision, value)
+        return self._leaf_in_precision(value)
+
+    def _leaf_in_precision(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(in_precision(value.dtype, self.dtype))
         if isinstance(value, torch.dtype):
             return in_precision(value, self.dtype)
-        if isinstance(value, list | tuple | dict):
-            return tree_map(self._in_precision, value)
         return value

@@ -16,7 +16,7 @@ from pyro_symmetric.posterior.tables import HEAD, html_table, site_row, table
 from pyro_symmetric.weights import Tensors, map_values
 
 MAX_ENTRIES_SHOWN = 32  # of a site
-MOST_DECIMALS = 6
+MOST_DECIMALS = 6  # smaller numbers have exponents
 
 
 class Summary(pd.DataFrame):
@@ -93,14 +93,15 @@ class Summary(pd.DataFrame):
         two digits of a small standard deviation.
         """
         rows = []
-        for mean, std, *quantiles in self.iloc[:, :5].itertuples(index=False):
+        for numbers in self.to_dict("records"):
             style = ".2f"
-            if 0 < std < 0.005:
+            if 0 < (std := numbers.get("std", 0.0)) < 0.005:
                 decimals = 1 - math.floor(math.log10(std))
                 style = f".{decimals}f" if decimals <= MOST_DECIMALS else ".2e"
-            rows.append([format(value, style) for value in (mean, std, *quantiles)])
-        for row, further in zip(rows, self.iloc[:, 5:].to_numpy(), strict=True):
-            row += [f"{value:.2f}" for value in further]
+            styles = {"n_eff": ".2f", "r_hat": ".2f"}
+            rows.append(
+                [format(x, styles.get(str(name), style)) for name, x in numbers.items()]
+            )
         return rows
 
     def _site_rows(self) -> list[Names]:

@@ -426,13 +426,53 @@ def test_entries_that_further_axes_permute_are_said_to_have_more() -> None:
     assert "A[2]" in str(symmetry)
 
 
+def of_matrix(function: Callable[[Tensor], Tensor], *shape: int) -> Model:
+    return lambda: observe(function(normal("A", *shape)))
+
+
+def rows_of(A: Tensor) -> Tensor:
+    """A function of the rows of a matrix, whose entries it exchanges within rows."""
+    return A.exp().sum(1).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "order"),
+    [
+        # 24 exchanges of the first four entries, 8 of those of a squared determinant
+        (of_matrix(lambda A: A[:, :2].exp().sum() + A[:, 2:].det() ** 2, 2, 4), 192),
+        (of_matrix(lambda A: rows_of(A[:2]) + A[2:].det() ** 2, 4, 2), 64),
+        (
+            of_matrix(lambda A: A[:, :2].exp().sum() + 2 * A[:, 2:].exp().sum(), 2, 4),
+            576,
+        ),
+        (of_matrix(lambda A: A[:2].exp().sum() + 2 * A[2:].exp().sum(), 4, 2), 576),
+        (of_matrix(lambda A: A[:2].exp().sum() + 2 * A[2].exp().sum(), 3, 2), 48),
+        (of_matrix(lambda A: A[:, :2].exp().sum() + 2 * A[:, 2].exp().sum(), 2, 3), 48),
+        (of_matrix(lambda A: rows_of(A[:2]) + 2 * rows_of(A[2:]), 4, 2), 64),
+        (of_matrix(lambda A: rows_of(A[:2]) + A[2:].exp().sum(), 4, 2), 192),
+        (of_matrix(lambda A: A.exp().sum((0, 2)).square().sum(), 2, 2, 2), 1152),
+        (of_matrix(rows_of, 3, 2), 48),
+        (of_matrix(lambda A: rows_of(A.T), 3, 2), 72),
+    ],
+)
+def test_entries_of_parts_of_a_matrix_are_exchanged_or_said_to_be(model, order) -> None:
+    # without verification, which would leave out what doesn't hold
+    symmetry = ps.find_symmetry(model, verify=False)
+    density = ModelDensity(model, (), {})
+    for _ in range(20):
+        element = symmetry.permutations.sample(dtype=torch.float64)
+        moved = {**density.generic, **element.on_sites(density.generic)}
+        assert density.same(density.terms(moved), density.before).all()
+    found = round(math.exp(symmetry.permutations.log_order()))
+    assert order % found == 0
+    assert symmetry.at_least or found in (order, order // 4)  # of the determinant
+
+
 def test_tables_of_two_sites_permute_together_as_their_rows_and_columns_lie() -> None:
     def model() -> None:
-        product = normal("A", 3, 2) @ normal("B", 2, 3)
-        observe((product.diagonal() ** 3).sum() + product.trace())
-
-    def traced() -> None:
         observe((normal("A", 3, 2) @ normal("B", 2, 3)).trace())
 
-    assert ps.find_symmetry(traced).permutations.factors == {"A": 6}
-    assert ps.find_symmetry(model).permutations.factors != {"A": 6}
+    symmetry = ps.find_symmetry(model)
+    assert symmetry.permutations.factors == {"A": 6}
+    sites = {axis.site for axis in symmetry.permutations.axes("A")}
+    assert sites == {"A", "B"}
