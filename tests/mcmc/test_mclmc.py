@@ -11,7 +11,14 @@ import torch
 
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import MCLMC
-from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS, LARGEST_RATIO
+from pyro_symmetric.mcmc.kernels.kernel import Mass
+from pyro_symmetric.mcmc.kernels.mclmc import (
+    CORRELATION,
+    GRADIENTS,
+    LARGEST_RATIO,
+    kick,
+    normalise,
+)
 from pyro_symmetric.posterior.diagnostics import energy_error, sampler_failures
 
 from .conftest import GaussianPotential, ToyPotential, drive
@@ -156,3 +163,38 @@ def test_the_margin_of_an_energy_error_is_bounded_below(generator):
     margins = kernel.acceptance(replace(state, statistics={"energy_error": errors}))
     assert margins[:2].tolist() == [1.0, 0.0]
     assert margins[2] == margins[3] == 1 - LARGEST_RATIO
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_kicks_along_the_gradient_change_the_energy_by_what_the_direction_allows(sign):
+    """Of steps up to where ``cosh`` overflows in single precision: a rounded angle must
+    not make the sphere of directions contract by more than it can.
+    """
+    torch.manual_seed(0)
+    chains, dim, time = 2000, 5, 0.3
+    mass = Mass(torch.rand(chains, dim) + 0.5)
+    gradient = torch.randn(chains, dim) * torch.logspace(-3, 4, chains)[:, None]
+    momentum = normalise(sign * gradient, mass)
+    turned, change = kick(momentum, gradient, torch.full((chains, 1), time), mass)
+    norm = (2 * mass.kinetic(gradient)).sqrt()
+    largest = norm * time * dim**0.5  # (D - 1) delta
+    assert turned.isfinite().all()
+    assert ((change / largest).abs() < 1.01).all()
+
+
+def test_a_kick_is_the_formula_of_the_flow():
+    torch.manual_seed(0)
+    chains, dim, time = 50, 4, 0.2
+    mass = Mass(torch.ones(chains, dim, dtype=torch.float64))
+    gradient = torch.randn(chains, dim, dtype=torch.float64)
+    momentum = normalise(torch.randn(chains, dim, dtype=torch.float64), mass)
+    times = torch.full((chains, 1), time, dtype=torch.float64)
+    turned, change = kick(momentum, gradient, times, mass)
+    norm = gradient.norm(dim=1, keepdim=True)
+    e, u = -gradient / norm, momentum / dim**0.5
+    c = (e * u).sum(1, keepdim=True)
+    delta = time * dim**0.5 * norm / (dim - 1)
+    stretch = delta.cosh() + c * delta.sinh()
+    expected = (u + e * (delta.sinh() + c * (delta.cosh() - 1))) / stretch
+    torch.testing.assert_close(turned, dim**0.5 * expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(change, (dim - 1) * stretch[:, 0].log())
