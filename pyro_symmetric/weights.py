@@ -160,12 +160,16 @@ def is_bias(site: str) -> bool:
 
 
 def require_sites(
-    weights: Tensors, sites: Iterable[str], name: str = "weights"
+    weights: Tensors, sites: Iterable[str], name: str = "weights", remedy: str = ""
 ) -> None:
-    """Raise ``ValueError`` if ``weights`` lacks one of ``sites``."""
+    """Raise ``ValueError`` if ``weights`` lacks one of ``sites``; the message ends with
+    the remedy.
+    """
     arguments.instance(name, weights, Mapping, "weights (site -> tensor)")
     if missing := [site for site in sites if site not in weights]:
-        raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
+        raise ValueError(
+            f"{name} lacks the sites {missing}; it has {sorted(weights)}{remedy}"
+        )
 
 
 def require_same_network(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Results, Row, parse, parser
+from benchmarks.networks import perceptron
 from pyro_symmetric.alignment import align
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.networks import import_torchvision
@@ -34,14 +35,9 @@ from pyro_symmetric.networks import import_torchvision
 Network = Callable[[], tuple[nn.Module, Tensor]]
 
 
-def perceptron(depth: int, width: int) -> tuple[nn.Module, Tensor]:
+def of_layers(depth: int, width: int) -> tuple[nn.Module, Tensor]:
     """Return a ReLU network for MNIST, and two rows."""
-    layers: list[nn.Module] = []
-    inputs = 784
-    for _ in range(depth):
-        layers += [nn.Linear(inputs, width), nn.ReLU()]
-        inputs = width
-    return nn.Sequential(*layers, nn.Linear(inputs, 10)), torch.randn(2, 784)
+    return perceptron(784, *[width] * depth, 10), torch.randn(2, 784)
 
 
 def of_torchvision(name: str) -> tuple[nn.Module, Tensor]:
@@ -53,10 +49,10 @@ def of_torchvision(name: str) -> tuple[nn.Module, Tensor]:
 FIND: dict[str, Network] = {
     "ResNet-18": lambda: of_torchvision("resnet18"),
     "ViT-B/16": lambda: of_torchvision("vit_b_16"),
-    "MLP 2 x 4096": lambda: perceptron(2, 4096),
+    "MLP 2 x 4096": lambda: of_layers(2, 4096),
 }
 ALIGN: dict[str, Network] = {
-    "MLP 3 x 512": lambda: perceptron(3, 512),
+    "MLP 3 x 512": lambda: of_layers(3, 512),
     "ResNet-18": lambda: of_torchvision("resnet18"),
 }
 KEYS = ("task", "network", "seed")

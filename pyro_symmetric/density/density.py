@@ -45,6 +45,7 @@ from pyro_symmetric.weights import (
     Weights,
     batch_shape,
     map_values,
+    require_sites,
 )
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
@@ -84,12 +85,8 @@ def log_joint(model: Model, *args: Any, **kwargs: Any) -> Callable[[Weights], Te
 
     def log_density(weights: Weights) -> Tensor:
         arguments.weights("weights", weights)
-        if missing := sorted(shapes.keys() - weights.keys()):
-            raise ValueError(
-                f"weights lacks the sites {missing}, which the model samples; it has "
-                f"{sorted(weights)}. If the model observes them, its arguments lack "
-                "the data"
-            )
+        remedy = ". If the model observes them, its arguments lack the data"
+        require_sites(weights, shapes, remedy=remedy)
         batch = batch_shape(weights, shapes)  # raises for a site of the wrong shape
         flat = {
             site: weights[site].to(density.device).reshape(-1, *shape)

@@ -203,7 +203,7 @@ class Law:
     :ivar scales: for each cell a basis of the exponents of scales.
     :ivar signs: for each cell a basis of the parities of signs.
     :ivar undecided: whether units may have more multipliers.
-    :ivar first_losses: the first loss of the twin of scales at each point.
+    :ivar slopes: of the first loss of the twin of scales at each point.
     """
 
     network: Network
@@ -213,18 +213,19 @@ class Law:
     scales: Bases = field(default_factory=dict)
     signs: Bases = field(default_factory=dict)
     undecided: bool = False
-    first_losses: list[Loss] = field(default_factory=list)
+    slopes: list[Slope] = field(default_factory=list)
 
     def rotating(self, group: Group) -> tuple[str, ...]:
         """Return the names of units that may rotate, by a loss at each point."""
-        slopes = [Slope(loss.weights, loss.gradient) for loss in self.first_losses]
         tolerance = self.network.tolerances.law
         repeats = self.repeats
-        return rotating_units(group, slopes, tolerance, repeats.stand_in, repeats.keys)
+        return rotating_units(
+            group, self.slopes, tolerance, repeats.stand_in, repeats.keys
+        )
 
     def whole_sites(self) -> dict[str, list[Move]]:
         """Find the moves of whole sites, in at most two blocks of each run."""
-        return moves_of_whole_sites(self.network, self.first_losses[0])
+        return moves_of_whole_sites(self.network, self.slopes[0])
 
     def solve(self) -> None:
         """Find the scales and the signs of all cells."""
@@ -246,7 +247,7 @@ class Law:
             self.points = [
                 network.fresh_point(fits_statistics=True) for _ in range(MORE_POINTS)
             ]
-            self.first_losses = []
+            self.slopes = []
             num_losses = max(num_losses, MORE_POINTS)
             products = self._inner_products(num_losses, "scale")
             null_spaces = self._null_spaces(products)
@@ -323,10 +324,10 @@ class Law:
             self._add_products(products, loss.weights, loss.gradient, number)
             if loss.rescaled:
                 self._add_rounding(products, loss)
-            known = self.first_losses
+            known = self.slopes
             is_new_point = not known or known[-1].weights is not loss.weights
             if twin == "scale" and is_new_point:
-                known.append(loss._replace(rescaled={}))  # which takes memory
+                known.append(Slope(loss.weights, loss.gradient))
             enough = (has_enough_rows(cell, products) for cell in self.cells)
             if len(self.points) == 1 and all(enough):
                 break  # losses of large networks are dear

@@ -11,7 +11,7 @@ import torch
 
 from pyro_symmetric.discovery.model_permutations import Factor
 from pyro_symmetric.discovery.model_signs import SignFlip
-from pyro_symmetric.discovery.valid_sets import PlaceSet
+from pyro_symmetric.discovery.valid_sets import PlaceSet, in_words
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.weights import Shapes
@@ -39,13 +39,16 @@ def built_group(
         if factor.outer is None:
             remaining = builder.add_outer(factor, remaining)
     outer_of = {_alone(factor): factor.outer for factor in factors}
+    rows_of_tables = set[Factor]()
     for factor in factors:
-        if factor.outer is None:
+        outer = factor.outer
+        if outer is None:
             continue
-        if outer_of.get(factor.outer) == _alone(factor):
-            builder.add_entries(factor)
-        else:
-            builder.add_inner(factor, factor.outer)
+        if outer_of.get(outer) != _alone(factor):
+            builder.add_inner(factor, outer)
+        elif _alone(factor) not in rows_of_tables:
+            rows_of_tables.add(outer)
+            builder.add_entries(_alone(factor), outer)
     for flip in remaining:
         builder.add_flip(flip)
     return builder.built()
@@ -60,14 +63,12 @@ class _Builder:
     """Collects units for a group.
 
     :ivar names: outermost factors -> the names of their units.
-    :ivar rows_of_tables: factors whose units are rows of tables that were added.
     """
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.units: dict[str, Units] = {}
         self.names: dict[Factor, str] = {}
-        self.rows_of_tables: set[Factor] = set()
         self.remarks: list[str] = []
 
     def add_outer(self, factor: Factor, flips: list[SignFlip]) -> list[SignFlip]:
@@ -84,7 +85,7 @@ class _Builder:
         moves = PERMUTE | FLIP if flip.places else PERMUTE
         name = self._name(factor.places)
         self.units[name] = Units(name, len(factor.units), tuple(axes), moves=moves)
-        self.names[_alone(factor)] = name
+        self.names[factor] = name
         if not flip.places:
             return flips
         remaining = [sign for sign in flips if sign is not flip]
@@ -96,7 +97,7 @@ class _Builder:
     def add_inner(self, factor: Factor, outer: Factor) -> None:
         """Add units that permute inside others."""
         if outer not in self.names:
-            places = " and ".join(map(str, sorted(factor.places)))
+            places = in_words(factor.places)
             self.remarks.append(f"units along {places} permute inside further units")
             return
         self._say_what_is_outside(outer)
@@ -113,15 +114,10 @@ class _Builder:
             copies=parent.size,
         )
 
-    def add_entries(self, columns: Factor) -> None:
+    def add_entries(self, columns: Factor, rows: Factor) -> None:
         """Add the entries of a table, which all permute, as columns do in each row and
         rows in each column; or rows and columns, if a group can't hold that.
         """
-        rows = columns.outer
-        assert rows is not None
-        if _alone(columns) in self.rows_of_tables:
-            return
-        self.rows_of_tables.add(rows)
         self._say_what_is_outside(rows)
         self._say_what_is_outside(columns)
         axes = self._axes_inside(columns, rows)
@@ -137,7 +133,7 @@ class _Builder:
         an exchange in all positions leaves it, after those inside.
         """
         if len(outer.units) < outer.length:
-            places = " and ".join(map(str, sorted(outer.places)))
+            places = in_words(outer.places)
             self.remarks.append(
                 f"what exchanges in each of the positions {[*outer.units]} of {places} "
                 "exchanges in the others by themselves, too"

@@ -21,6 +21,7 @@ from pyro_symmetric.discovery.valid_sets import (
     SiteMove,
     Unexpressed,
     axes_by_length,
+    in_words,
     stacked,
 )
 from pyro_symmetric.weights import Shapes, Weights
@@ -130,7 +131,7 @@ def rearranged(
                 if not _is_product(order, known):
                     moves.append((Rearrangement(order), places))
             for move, _ in itertools.compress(moves, searcher.holds(moves)):
-                named = " and ".join(map(str, sorted(places)))
+                named = in_words(places)
                 remark = (
                     f"the positions of {named} may take the order {move.sources}, "
                     "which no group here can express"

@@ -238,13 +238,13 @@ class Network:
             leaf: value.detach().requires_grad_() for leaf, value in values.items()
         }
         outputs = self.outputs(weights, point.inputs, twin)
-        same_loss = torch.Generator("cpu").set_state(self.generator.get_state())
-        for gradient in gradients(outputs, weights, count, self.generator):
+        same_draws = torch.Generator("cpu").set_state(self.generator.get_state())
+        slopes = gradients(outputs, weights, count, self.generator)
+        for number, gradient in enumerate(slopes):
             rescaled: Weights = {}
-            if rescales:
+            if rescales and number == 0:
                 larger = [RESCALED * out for out in outputs]
-                (rescaled,) = gradients(larger, weights, 1, same_loss)
-            rescales = False
+                (rescaled,) = gradients(larger, weights, 1, same_draws)
             yield Loss(values, gradient, rescaled)
 
     # points ---------------------------------------------------------------------------

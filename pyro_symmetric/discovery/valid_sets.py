@@ -74,6 +74,13 @@ class Place:
 
 
 PlaceSet = frozenset[Place]
+
+
+def in_words(places: PlaceSet) -> str:
+    """Return the names of places: ``A[0] and B[1]``."""
+    return " and ".join(map(str, sorted(places)))
+
+
 Candidates = Mapping[str, Sequence[Place]]  # site -> its places
 
 

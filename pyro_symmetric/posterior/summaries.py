@@ -17,6 +17,7 @@ from pyro_symmetric.weights import Tensors, map_values
 
 MAX_ENTRIES_SHOWN = 32  # of a site
 MOST_DECIMALS = 6  # smaller numbers have exponents
+OF_CHAINS = ["n_eff", "r_hat"]
 
 
 class Summary(pd.DataFrame):
@@ -58,9 +59,7 @@ class Summary(pd.DataFrame):
         for site, draws in samples.items():
             if draws.numel() and draws.shape[2:].numel() <= MAX_ENTRIES_SHOWN:
                 rows |= _entry_rows(site, draws, (0.5, low, high), sites.get(site))
-        frame = cls.from_dict(
-            rows, orient="index", columns=heads + ["n_eff", "r_hat"] * chains
-        )
+        frame = cls.from_dict(rows, orient="index", columns=heads + OF_CHAINS * chains)
         result = cls(frame)
         result.sites = sites
         result.lead = lead
@@ -83,8 +82,9 @@ class Summary(pd.DataFrame):
         return "\n".join([*lines, self.counted])
 
     def _repr_html_(self) -> str:
-        frame = pd.DataFrame(self._cells(), self.index, self.columns)
-        entries = frame.to_html() if len(self) else ""
+        entries = ""
+        if len(self):
+            entries = pd.DataFrame(self._cells(), self.index, self.columns).to_html()
         sites = html_table("", self._site_rows()) if self.sites else ""
         return html_table("", remarks=self.lead) + entries + sites + self.counted
 
@@ -98,10 +98,10 @@ class Summary(pd.DataFrame):
             if 0 < (std := numbers.get("std", 0.0)) < 0.005:
                 decimals = 1 - math.floor(math.log10(std))
                 style = f".{decimals}f" if decimals <= MOST_DECIMALS else ".2e"
-            styles = {"n_eff": ".2f", "r_hat": ".2f"}
-            rows.append(
-                [format(x, styles.get(str(name), style)) for name, x in numbers.items()]
-            )
+            cells = []
+            for name, number in numbers.items():
+                cells.append(format(number, ".2f" if name in OF_CHAINS else style))
+            rows.append(cells)
         return rows
 
     def _site_rows(self) -> list[Names]:
