@@ -33,6 +33,7 @@ treats them alike: the bandwidths, too, are those of *all* pairs. So :math:`P(p 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -54,6 +55,8 @@ LEAST_PERMUTATIONS = 19
 _CACHE_ENTRIES = 2**19
 _SORTED_ENTRIES = 2**23  # values sorted at a time
 _LEAST_CHUNK = 64  # weights of one sample
+BYTES = 24  # of memory for each pair of samples
+MANY = 6_000  # samples of both sides, of which mmd warns
 
 
 @torch.no_grad()
@@ -81,7 +84,8 @@ def mmd(
     ``mmd(*common_frame(p, q, symmetry))``.
 
     Time grows with samples² times weights, memory beyond the inputs with samples²
-    alone, about ``24 (m + n)²`` bytes. Weights are read in slices, so memory-mapped
+    alone, about ``24 (m + n)²`` bytes, so :meth:`~pyro_symmetric.Posterior.thin` long
+    chains. Weights are read in slices, so memory-mapped
     tensors (``Posterior.load``) need not fit into memory.
 
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
@@ -96,6 +100,13 @@ def mmd(
     """
     samples = PairedSamples(weights_p, weights_q, minimum=2)
     m, n = samples.num_samples
+    if m + n > MANY:
+        warnings.warn(
+            f"comparing {m:,} with {n:,} samples takes minutes, and "
+            f"{BYTES * (m + n) ** 2 / 1e9:.1f} GB of memory; posterior.thin(10) has "
+            "every tenth draw of each chain",
+            stacklevel=3,
+        )
     is_p = (torch.arange(m + n, device="cpu") < m).double()[:, None]
 
     def grid(distances: Tensor, layer: str, norm: int) -> Tensor:

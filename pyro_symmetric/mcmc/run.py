@@ -255,7 +255,9 @@ class Run:
             total=self.most_progress,
             disable=not progress,
             mininterval=0.2,
+            desc=None if self.density.engine == "eager" else "compiling",
         )
+        begun = self.state.iteration
         with bar, ExitStack() as at_end:
             at_end.callback(self.commit)
             while not self.ending.ends(self.state.draws, self.posterior):
@@ -269,6 +271,8 @@ class Run:
                     hook(self.state.iteration - 1, weights)
                 if clock >= self.recorder.next_commit:
                     self.commit()
+                if self.state.iteration == begun + 1:
+                    bar.unpause()  # compiling doesn't tell how long the others take
                 if progress:
                     self.show(bar)
             bar.total = bar.n

@@ -88,6 +88,15 @@ def test_layers_count_by_their_number_of_weights():
     assert result.value == result["median"]
 
 
+def test_many_samples_are_said_to_take_long(monkeypatch):
+    monkeypatch.setattr(distances, "MANY", 49)
+    p, q = ({"w": torch.randn(n, 3)} for n in (20, 30))
+    with pytest.warns(UserWarning, match="comparing 20 with 30 samples takes") as said:
+        mmd(p, q)
+    assert said[0].filename == __file__
+    mmd(p, p)
+
+
 @pytest.mark.stochastic
 def test_expectation_under_gaussians_is_the_closed_form():
     # E exp(-|x - y|^2 / s^2) for x - y ~ N(delta, v I) is (1 + 2v/s^2)^(-d/2)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pyro
@@ -139,16 +140,21 @@ def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():
     assert (posterior.samples["near"] < 1).all()
 
 
-def test_the_progress_bar_counts_draws_however_thin_they_are(monkeypatch):
-    bars = []
+@pytest.fixture
+def bars(monkeypatch):
+    """The progress bars of a test's runs, as they are made."""
+    made = []
 
     class Bar(tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            bars.append(self)
+            made.append(self)
 
     monkeypatch.setattr("pyro_symmetric.mcmc.run.tqdm", Bar)
+    return made
 
+
+def test_the_progress_bar_counts_draws_however_thin_they_are(bars):
     sample(
         NUTS(model),
         num_samples=10,
@@ -158,6 +164,30 @@ def test_the_progress_bar_counts_draws_however_thin_they_are(monkeypatch):
         progress=True,
     )
     assert (bars[0].total, bars[0].n) == (16, 16)
+
+
+def test_the_progress_bar_predicts_from_iterations_that_compile_nothing(bars):
+    class SlowAtFirst(NUTS):
+        def step(self, density, state):
+            if not bars[0].n:
+                time.sleep(0.5)
+            return super().step(density, state)
+
+    before = time.time()
+    kernel = SlowAtFirst(model)
+    sample(kernel, num_samples=4, num_warmup=4, num_chains=2, progress=True)
+    assert bars[0].start_t >= before + 0.5
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_the_progress_bar_says_that_the_first_iteration_compiles(engine, capsys):
+    class Stopped(NUTS):
+        def step(self, density, state):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(Stopped(model), num_samples=4, num_warmup=4, engine=engine)
+    assert ("compiling:" in capsys.readouterr().err) == (engine == "compiled")
 
 
 def noises(y: Tensor) -> None:
